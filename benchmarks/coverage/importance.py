@@ -62,7 +62,7 @@ def judge_importance(model: nn.Module, call: Call) -> dict[str, Any]:
     if not found.error <= TOLERANCE:
         return {"importance": WRONG, "importance_reason": found.sentence, **numbers, **note}
     if found.effect <= TOLERANCE:
-        return {"importance_reason": "no head changes an output of the model by more", **numbers}  # nothing to compare
+        return {"importance_reason": "no head changes the loss by more than 1e-5", **numbers}  # nothing to compare
     if found.unmatched:
         reason = f"not measured at {', '.join(found.unmatched[:3])}"
         return {"importance": PART, "importance_reason": reason, **numbers, **note}
