@@ -296,6 +296,21 @@ def dynamic_heads(
     run(output, figure, _parts(only, list(TASKS)), quick=quick, commit=commit)
 
 
+@app.command("bridge")
+def bridge(
+    output: ResultFile = None,
+    tokens: Annotated[int, typer.Option(min=2048, help="Length of the long text.")] = 100_000,
+    commit: Commit = None,
+) -> None:
+    """Observe a long text through a TransformerBridge, and compute how large the cache of TransformerLens would be.
+
+    Needs TransformerLens, which polyhead does not require: pip install 'transformer-lens>=4'.
+    """
+    from benchmarks.bridge import run
+
+    run(tokens, output, commit)
+
+
 def _gpu() -> torch.device | None:
     import torch
 

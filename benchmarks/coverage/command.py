@@ -17,6 +17,8 @@ from polyhead.cli.options import ResultFile
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import nn
 
     from benchmarks.coverage.catalogue import Call, Subject
@@ -33,16 +35,20 @@ def coverage(
         typer.Option(metavar="NAME,...", help="Any of transformers, timm, diffusers, torchvision, classics."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 2,
+    parts: Annotated[
+        str, typer.Option(metavar="NAME,...", help="What is judged: statistics (with surgery), importance.")
+    ] = "statistics,importance",
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a model is wrong.")] = False,
     commit: Commit = None,
 ) -> None:
     """Build models small, observe each, and compare every statistic with the softmaxes that the model computed.
 
-    Then prune heads of each, and compare its outputs with those of the model in which they are masked.
+    Then prune heads of each, and compare its outputs with those of the model in which they are masked; and compare the
+    importance of each head with the loss of the model in which its weights are 0.
 
     Models are all families of transformers, transformer models of timm, diffusers and torchvision, and attention as it
-    is written by hand. Each runs in a process of its own, within limits of time and memory. The rows of --output are
-    replaced, those of other models stay, and with them the table of docs/coverage.md is written.
+    is written by hand. Each runs in a process of its own, within limits of time and memory. What is judged replaces
+    that of the rows of --output, the rest stays, and with them the table of docs/coverage.md is written.
     """
     import torch
 
@@ -52,24 +58,53 @@ def coverage(
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    subjects = _chosen(only, library)
+    subjects, works = _chosen(only, library), _works(parts)
     facts = {**machine_facts.describe(torch.device("cpu"), commit), "libraries": _versions()}
     rows = {} if output is None or not output.exists() else read(output)
-    found: list[dict[str, Any]] = []
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     _warm_up()
     try:
-        for subject, verdict in forked(subjects, _judged, jobs=jobs):
-            found.append({"library": subject.library, "name": subject.name, **verdict})
-            print(line(found[-1]), flush=True)
+        for part, work in works.items():
+            for subject, verdict in forked(_needed(part, subjects, rows), work, jobs=jobs):
+                key = subject.library, subject.name
+                kept = {name: x for name, x in rows.get(key, {}).items() if _part(name) != part}
+                measured = {name: x for name, x in verdict.items() if _part(name) == part}
+                if part == "importance" and not measured:  # its process ended, with a reason
+                    measured = {"importance_reason": verdict["reason"]}
+                found[key] = rows[key] = {"library": subject.library, "name": subject.name, **kept, **measured}
+                print(line(found[key]), flush=True)
     finally:
         if output is not None:
-            rows |= {(row["library"], row["name"]): row for row in found}
             write(output, facts, rows.values())
             PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), facts, [*rows.values()]), encoding="utf-8")
-    counts = Counter(row["verdict"] for row in found)
+    verdicts = [row[name] for row in found.values() for name in ("verdict", "surgery", "importance") if name in row]
+    counts = Counter(row["verdict"] for row in found.values())
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
-    if strict and (counts["wrong"] or any(row.get("surgery") == "wrong" for row in found)):
+    if strict and "wrong" in verdicts:
         raise typer.Exit(1)
+
+
+def _works(parts: str) -> dict[str, Callable[[Subject], dict[str, Any]]]:
+    """Return what judges each part of a row."""
+    works = {"statistics": _judged, "importance": _importance}
+    if unknown := [name for name in parts.split(",") if name not in works]:
+        raise OptionError(f"--parts must be of {', '.join(works)}; got {', '.join(map(repr, unknown))}")
+    return {name: works[name] for name in parts.split(",")}
+
+
+def _needed(part: str, subjects: list[Subject], rows: Mapping[tuple[str, str], Any]) -> list[Subject]:
+    """Return the models of which a part is judged; importance needs rows with attention."""
+    if part == "statistics":
+        return subjects
+    if unknown := [x.name for x in subjects if (x.library, x.name) not in rows]:
+        raise OptionError(f"--parts importance needs rows of --output, got none of {', '.join(unknown[:5])}")
+    judged = [(x, rows[x.library, x.name]) for x in subjects]
+    return [x for x, row in judged if row["verdict"] != "no attention" and row.get("built", True)]
+
+
+def _part(field: str) -> str:
+    """Return which part of a row a field is of."""
+    return "importance" if field.startswith("importance") else "statistics"
 
 
 def _chosen(only: str | None, library: str | None) -> list[Subject]:
@@ -112,6 +147,22 @@ def _edited(model: nn.Module, call: Call) -> dict[str, str]:
         return judge_editing(model, call.arguments)
     except Exception as error:  # noqa: BLE001 - a verdict on surgery, which must not hide that on statistics
         return {"surgery": WRONG, "surgery_reason": f"{type(error).__name__}: {error}"}
+
+
+def _importance(subject: Subject) -> dict[str, Any]:
+    """Build one model and judge the importance of its heads, in a process of its own."""
+    from benchmarks.coverage.catalogue import CannotBuildError
+    from benchmarks.coverage.importance import WRONG, judge_importance
+
+    start = time.process_time()
+    with open(os.devnull, "w") as silent, contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        try:
+            found = judge_importance(*subject.build())
+        except CannotBuildError as error:
+            return {"importance_reason": str(error)}
+        except Exception as error:  # noqa: BLE001 - a verdict of its own
+            found = {"importance": WRONG, "importance_reason": f"{type(error).__name__}: {error}"}
+    return {**found, "importance_seconds": round(time.process_time() - start, 2)}
 
 
 def _warm_up() -> None:

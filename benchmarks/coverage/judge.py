@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -145,21 +145,21 @@ def _observed(
     if len(session.materialised):
         result.verdict = SLOW
     result.skipped = [f"{site}: {reason}" for site, reason in session.skipped]
-    tables = _tables(session.profile)
+    tables = tables_of(session.profile)
     names = {name for name, _ in tables}
-    by_site, missing = _assigned(exact.attention, names)
-    of_plain = None if plain is None else _assigned(plain.attention, names)[0]
+    by_site, missing = assigned(exact.attention, names)
+    of_plain = None if plain is None else assigned(plain.attention, names)[0]
     listed = {site.partition("#")[0] for site, _ in session.skipped}
     silent = sorted({x.path for x in missing} - {x.path for x in missing if any(m.path in listed for m in x.modules)})
     result.missing = silent
     for (name, kind), table in tables.items():
         rounded = None if of_plain is None else of_plain.get((name, kind), [])
-        difference, column = _error(by_site.get((name, kind), []), table, rounded)
-        if not difference <= TOLERANCE:
-            result.wrong.append(f"{name} ({kind}): {column}")
+        match = matched(by_site.get((name, kind), []), table, rounded)
+        if not match.error <= TOLERANCE:
+            result.wrong.append(f"{name} ({kind}): {match.sentence}")
         else:
             result.observed += 1
-            result.worst = max(result.worst, difference)
+            result.worst = max(result.worst, match.error)
     if result.wrong or silent:
         result.verdict = WRONG
     elif missing:
@@ -168,7 +168,7 @@ def _observed(
     return result
 
 
-def _tables(profile: HeadProfile) -> dict[tuple[str, str], dict[str, Tensor]]:
+def tables_of(profile: HeadProfile) -> dict[tuple[str, str], dict[str, Tensor]]:
     """Return the columns of each site of a profile, by its name and kind."""
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, site in enumerate(profile.sites):
@@ -179,7 +179,7 @@ def _tables(profile: HeadProfile) -> dict[tuple[str, str], dict[str, Tensor]]:
     }
 
 
-def _assigned(attention: list[Softmax], sites: set[str]) -> tuple[dict[tuple[str, str], list[Softmax]], list[Softmax]]:
+def assigned(attention: list[Softmax], sites: set[str]) -> tuple[dict[tuple[str, str], list[Softmax]], list[Softmax]]:
     """Assign softmaxes to the innermost site that ran, as both kinds; return also those without any."""
     by_site: dict[tuple[str, str], list[Softmax]] = defaultdict(list)
     missing = []
@@ -204,18 +204,29 @@ def _assigned(attention: list[Softmax], sites: set[str]) -> tuple[dict[tuple[str
     return by_site, missing
 
 
-def _error(
-    softmaxes: list[Softmax], table: Mapping[str, Tensor], plain: list[Softmax] | None = None
-) -> tuple[float, str]:
-    """Return the largest error of a site's statistics beyond what the rounding of `plain` allows, and a sentence.
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """The softmaxes of a site that agree best with its statistics, and the axis of their heads.
+
+    `error` is the largest of a statistic, and `sentence` says which one it is.
+    """
+
+    error: float
+    sentence: str
+    softmaxes: Sequence[Softmax] = ()
+    axis: int = 0
+
+
+def matched(softmaxes: list[Softmax], table: Mapping[str, Tensor], plain: list[Softmax] | None = None) -> Match:
+    """Return the best match of a site, with the largest error beyond what the rounding of `plain` allows.
 
     If no logit is off by more than d, then to first order no statistic is by more than 2 d, relative to the larger of 1
     and its value: a mass moves by at most d / 2, an entropy or a distance by at most 2 d of itself.
     """
     if not softmaxes or (plain is not None and [x.logits.shape for x in plain] != [x.logits.shape for x in softmaxes]):
-        return float("inf"), "the model computed no attention there"
+        return Match(float("inf"), "the model computed no attention there")
     heads = len(table["tokens"])
-    best = (float("inf"), f"{heads} heads, of logits {[*softmaxes[0].logits.shape]}")
+    best = Match(float("inf"), f"{heads} heads, of logits {[*softmaxes[0].logits.shape]}")
     chosen = [x for x in softmaxes if x.kind == "softmax"]
     allowed = 0.0 if plain is None else 2 * max(map(_rounding, plain, softmaxes))
     for choice in (chosen, [x for x in chosen if _is_self(x)], [x for x in chosen if not _is_self(x)]):
@@ -225,8 +236,8 @@ def _error(
                 exact = joined([part for part in parts if part is not None]).table()
                 if all(float(x.logits.amax(-1).abs().max()) == 0 for x in choice):
                     exact = {name: x for name, x in exact.items() if "logit" not in name}  # its maximum was subtracted
-                found = _compared(exact, table, allowed)
-                best = min(best, found)
+                error, sentence = _compared(exact, table, allowed)
+                best = min(best, Match(error, sentence, choice, axis), key=lambda x: x.error)
     return best
 
 
@@ -325,7 +336,7 @@ def _equal(one: Any, other: Any) -> bool:
 def output_difference(one: Any, other: Any) -> float:
     """Return the largest difference of all tensors in two outputs, relative to the largest value of each."""
     worst = 0.0
-    for x, y in zip(_tensors(one), _tensors(other), strict=False):
+    for x, y in zip(tensors_of(one), tensors_of(other), strict=False):
         if x.shape != y.shape:
             return float("inf")
         if x.is_floating_point() and x.numel():
@@ -334,11 +345,11 @@ def output_difference(one: Any, other: Any) -> float:
     return worst
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def tensors_of(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, Mapping):
         x = [*x.values()]
     if isinstance(x, list | tuple):
-        return [tensor for part in x for tensor in _tensors(part)]
+        return [tensor for part in x for tensor in tensors_of(part)]
     return []

@@ -9,7 +9,7 @@ of one, which broadcasting makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,12 +70,32 @@ class _Running:
     calls: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A factor of the weights of one head; `axis` is that of the heads, as in `rows_of`."""
+
+    axis: int
+    heads: int
+    head: int
+    factor: float
+
+    def multiply(self, weights: Tensor) -> None:
+        """Multiply this head of weights [..., queries, keys] in place."""
+        leading = weights.shape[:-2]
+        factors = weights.new_ones(leading)
+        if self.axis == len(leading):  # innermost of all leading axes
+            factors.view(-1, self.heads)[:, self.head] = self.factor
+        else:
+            factors.select(self.axis, self.head).fill_(self.factor)
+        weights.mul_(factors[..., None, None])
+
+
 class _Recorder(TorchDispatchMode):
     """Records softmaxes; follows logits and weights through the storage of tensors, which it keeps alive."""
 
-    def __init__(self, model: nn.Module, stack: list[_Running]) -> None:
+    def __init__(self, model: nn.Module, stack: list[_Running], gated: Mapping[int, Gate]) -> None:
         super().__init__()
-        self.stack = stack
+        self.stack, self.gated = stack, gated
         self.softmaxes: list[Softmax] = []
         self.count = 0  # of products
         self.scaled: set[str] = set()  # modules that take the logsumexp of their logits, to scale outputs by a sink
@@ -98,6 +118,8 @@ class _Recorder(TorchDispatchMode):
             first = _PRODUCTS[packet]
             self._product(args[first], args[first + 1], result, is_plain=first == 0)
         elif packet in _SOFTMAXES:
+            if gate := self.gated.get(len(self.softmaxes)):
+                gate.multiply(result.movedim(args[1], -1))
             self._softmax("softmax", logits.movedim(args[1], -1), args[0], result)  # type: ignore[union-attr]
         elif logits is not None and _address(args[0]) in self.products:
             self._softmax("exp", logits, args[0], result)
@@ -159,10 +181,18 @@ def _flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def softmaxes_of(model: nn.Module, call: Callable[[], Any]) -> tuple[list[Softmax], Any]:
-    """Run `call`, which calls the model, and return its softmaxes in order, and what it returned."""
+def softmaxes_of(
+    model: nn.Module, call: Callable[[], Any], gated: Mapping[int, Gate] | None = None
+) -> tuple[list[Softmax], Any]:
+    """Run `call`, which calls the model, and return its softmaxes in order, and what it returned.
+
+    Args:
+        model: a model.
+        call: runs it.
+        gated: gates of softmaxes, by their place in the order.
+    """
     stack: list[_Running] = []
-    recorder = _Recorder(model, stack)
+    recorder = _Recorder(model, stack, gated or {})
     with ExitStack() as undo:
         undo.enter_context(_named(model, stack))
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -19,6 +19,7 @@ SURGERY = {
     "refused": "refused",
     "wrong": "wrong",
 }
+IMPORTANCE = {"every": "at every site", "part": "at some sites", "refused": "refused", "wrong": "wrong"}
 Row = Mapping[str, Any]
 
 
@@ -36,7 +37,8 @@ def write(path: Path, facts: Mapping[str, Any], rows: Iterable[Row]) -> None:
 def line(row: Row) -> str:
     """Return one row as text."""
     sites = f"{row.get('observed', 0)}/{row['sites']} sites" if row.get("sites") else ""
-    return f"{row['library']} {row['name']}: {row['verdict']} {sites} {why(row)}".rstrip()
+    more = "".join(f", {name} {row[name]}" for name in ("surgery", "importance") if name in row)
+    return f"{row['library']} {row['name']}: {row['verdict']}{more} {sites} {why(row)}".rstrip()
 
 
 def why(row: Row) -> str:
@@ -64,10 +66,11 @@ def filled(page: str, facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
 def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Return the tables as Markdown: counts of each library, then every model by its verdict."""
     libraries = list(dict.fromkeys(row["library"] for row in rows))
+    seconds = sum(row.get("seconds", 0) + row.get("importance_seconds", 0) for row in rows)
     versions = ", ".join(f"{name} {version}" for name, version in facts["libraries"].items())
     lines = [
         f"{versions}, torch {facts['versions']['torch']}; commit {facts['commit'] or 'unknown'}; "
-        f"{sum(row.get('seconds', 0) for row in rows) / 60:.0f} minutes of CPU time.",
+        f"{seconds / 60:.0f} minutes of CPU time.",
         "",
         f"| library | models with softmax attention | {' | '.join(VERDICTS)} | exact | exact or slow "
         "| the same of those built |",
@@ -81,7 +84,7 @@ def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         good = counts["exact"] + counts["slow"]
         shares = f"{_share(counts['exact'], len(chosen))} | {_share(good, len(chosen))} | {_share(good, built)}"
         lines.append(f"| {name or '**all**'} | {len(chosen)} | {cells} | {shares} |")
-    lines += ["", *_surgery(libraries, rows)]
+    lines += ["", *_surgery(libraries, rows), "", *_importance(libraries, rows)]
     for library in libraries:
         lines += ["", f"## {library}", "", *_listed([row for row in rows if row["library"] == library])]
     return "\n".join(lines)
@@ -94,6 +97,20 @@ def _surgery(libraries: Sequence[str], rows: Sequence[Row]) -> list[str]:
         counts = Counter(row["surgery"] for row in rows if name in (row["library"], None) and "surgery" in row)
         cells = " | ".join(str(counts[verdict]) for verdict in SURGERY)
         lines.append(f"| {name or '**all**'} | {counts.total()} | {cells} |")
+    return lines
+
+
+def _importance(libraries: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the table of models whose heads' importance is that of their own weights, by library."""
+    lines = [
+        f"| library | built | importance {' | '.join(IMPORTANCE.values())} | not measured |",
+        "|---" * (len(IMPORTANCE) + 3) + "|",
+    ]
+    for name in (*libraries, None):
+        chosen = [x for x in rows if name in (x["library"], None) and x["verdict"] != NONE and x.get("built", True)]
+        counts = Counter(row.get("importance") for row in chosen)
+        cells = " | ".join(str(counts[verdict]) for verdict in (*IMPORTANCE, None))
+        lines.append(f"| {name or '**all**'} | {len(chosen)} | {cells} |")
     return lines
 
 
@@ -113,6 +130,9 @@ def _listed(rows: Sequence[Row]) -> list[str]:
     for verdict in ("known", "traced", "part", "wrong"):
         if names := [row["name"] for row in rows if row.get("surgery") == verdict]:
             lines += [f"**Surgery, {SURGERY[verdict]}** ({len(names)}): {', '.join(sorted(names))}.", ""]
+    for verdict in ("part", "refused", "wrong"):
+        if names := [row["name"] for row in rows if row.get("importance") == verdict]:
+            lines += [f"**Importance, {IMPORTANCE[verdict]}** ({len(names)}): {', '.join(sorted(names))}.", ""]
     others = [row for row in rows if row["verdict"] in ("wrong", "partial", "refused")]
     if others:
         lines += ["| model | verdict | sites | reason |", "|---|---|---|---|"]

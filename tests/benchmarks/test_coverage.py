@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+import polyhead
+from benchmarks.coverage import importance as judging_importance
 from benchmarks.coverage import judge as judging
 from benchmarks.coverage.catalogue import Call, strengthened
 from benchmarks.coverage.classics import CLASSICS, WIDTH, MinGPTAttention, NanoGPTAttention, classic
 from benchmarks.coverage.editing import judge_editing, other_inputs
+from benchmarks.coverage.importance import judge_importance
 from benchmarks.coverage.inputs import inputs_of, parsed
 from benchmarks.coverage.judge import judge
 from benchmarks.coverage.oracle import Softmax, rows_of, softmaxes_of
@@ -290,6 +294,59 @@ def test_surgery_is_judged_with_a_new_session_for_every_run():
     assert judge_editing(_Tracker(), {"input_ids": torch.randint(3, 61, (2, 9)), "session": list})["surgery"] == "known"
 
 
+@pytest.mark.parametrize("name", ["nanoGPT", "einsum"])
+def test_importance_is_judged_by_the_weights_of_the_model(monkeypatch, name):
+    call = Call(classic(name), {"input": _input()})
+    found = judge_importance(call.model, call)
+    assert (found["importance"], found["importance_heads"]) == ("every", 6)
+    assert found["importance_effect"] > 0.01
+    original = judging_importance.ablate
+
+    def next_head(*args):
+        importance = original(*args)
+        return replace(importance, totals={key: x.roll(1, -1) for key, x in importance.totals.items()})
+
+    monkeypatch.setattr(judging_importance, "ablate", next_head)
+    found = judge_importance(call.model, call)
+    assert found["importance"] == "wrong"
+    assert "the loss changes by" in found["importance_reason"]
+
+
+class _Again(nn.Module):
+    """Two calls in one module, of which a session names the second by a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (3, -1)).transpose(1, 2)
+        for scale in (0.5, 2.0):
+            heads = heads + F.scaled_dot_product_attention(heads, heads, heads, scale=scale)
+        return heads.transpose(1, 2).flatten(2)
+
+
+class _Failing(_Again):
+    """A model that raises without a head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if abs(float(x.sum()) - self.total) > 1e-2:
+            raise RuntimeError("another sum")
+        return x
+
+
+def test_importance_of_later_calls_of_some_sites_and_of_a_model_that_needs_its_heads():
+    x = _input()
+    again, hidden, failing = _Again(), _Hidden(), _Failing()
+    assert judge_importance(again, Call(again, {"x": x}))["importance"] == "every"
+    found = judge_importance(hidden, Call(hidden, {"x": x}))
+    assert (found["importance"], found["importance_reason"]) == ("part", "not measured at _Hidden")
+    with polyhead.observe(_Again()) as session:
+        failing.total = float(session.model(x).sum())
+    found = judge_importance(failing, Call(failing, {"x": x}))
+    assert found == {
+        "importance": "refused",
+        "importance_reason": "without a head the model raises RuntimeError: another sum",
+    }
+
+
 def test_other_inputs_are_other_ones_that_the_model_takes():
     model, tokens = _bert(), torch.tensor([[5, 7, 11]])
     assert other_inputs(model, {"input_ids": tokens})["input_ids"].tolist() == [[11, 5, 7]]
@@ -436,7 +493,7 @@ def test_a_record_is_the_table_of_the_page(tmp_path):
         {"library": "timm", "name": "odd", "verdict": "wrong", "sites": 2, "wrong": ["a | b"], "seconds": 60.0},
         {"library": "timm", "name": "none", "verdict": "refused", "sites": 0, "built": False, "reason": "too new"},
     ]
-    rows[0]["surgery"] = "known"
+    rows[0] |= {"surgery": "known", "importance": "every", "importance_seconds": 60.0}
     facts = {"libraries": {"timm": "1.0"}, "versions": {"torch": "2.13"}, "commit": "abc"}
     write(tmp_path / "record", facts, rows)
     assert [*read(tmp_path / "record").values()] == rows
@@ -444,8 +501,10 @@ def test_a_record_is_the_table_of_the_page(tmp_path):
     page = filled(f"before {BEGIN} old {END} after", facts, rows)
     assert "| timm | 3 | 1 | 0 | 0 | 1 | 1 | 33.3% | 33.3% | 50.0% |" in page
     assert "| odd | wrong | 0 of 2 | a \\| b |" in page
-    assert "2 minutes of CPU time" in page
+    assert "3 minutes of CPU time" in page
     assert "| none | refused | not built | too new |" in page
     assert "| timm | 1 | 1 | 0 | 0 | 0 | 0 |" in page
     assert "**Surgery, heads can be pruned** (1): vit." in page
+    assert "| library | built | importance at every site |" in page
+    assert "| timm | 2 | 1 | 0 | 0 | 0 | 1 |" in page
     assert "old" not in page

@@ -364,6 +364,21 @@ def test_calls_of_one_module_are_numbered_and_calls_of_a_shared_module_are_one_s
     assert {site.name for site in session.profile.sites} == {"Twice#2"}
 
 
+def test_a_later_call_of_a_module_has_a_gate_of_its_own():
+    model, x = build(Twice()), tokens()
+    with torch.no_grad(), polyhead.observe(model, statistics=False) as session:
+        session.gates["Twice#2", "self"] = torch.zeros(HEADS)
+        gated = model(x)
+    heads = split_heads(x)
+    with torch.no_grad():
+        inner = x + join_heads(F.scaled_dot_product_attention(heads, heads, heads))
+        torch.testing.assert_close(gated, model.other(model.one(model.one(inner))))
+    with polyhead.observe(model) as session:
+        session.gates["Twice#3", "self"] = torch.zeros(HEADS)
+        with pytest.raises(OptionError, match=r"'Twice#3', 'self'\), which was not called"):
+            model(x)
+
+
 def test_layers_and_heads_are_selected_as_in_other_models():
     model, inputs = build(GPT(layers=3)), ids()
     with torch.no_grad(), polyhead.observe(model) as session:

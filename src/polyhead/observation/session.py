@@ -183,7 +183,7 @@ class Session:
         self._unchecked: dict[str, None] = {}
         self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
-        self.gates = Gates(self._gate_paths)
+        self.gates = Gates(self._gate_paths, self._are_sites_known)
         self._starts: dict[nn.Module, deque[SequenceStart]] = {}  # of sliding-window caches
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
@@ -215,9 +215,11 @@ class Session:
         modules = [self._names[id(module)] for module in self.attention_modules]
         return list(dict.fromkeys((*modules, *self._interceptor.called)))
 
+    def _are_sites_known(self) -> bool:
+        return not len(self._calling) or len(self._interceptor.called) > 0
+
     def _gate_paths(self) -> list[str]:
-        is_known = not len(self._calling) or len(self._interceptor.called) > 0
-        return self._site_names() if is_known else [*self._names.values()]
+        return self._site_names() if self._are_sites_known() else [*self._names.values()]
 
     def _check_layers(self) -> None:
         names = self._site_names()
