@@ -118,7 +118,7 @@ def test_every_file_of_a_run_is_named_and_the_example_in_python_runs(page, runs,
 def test_the_numbers_in_the_text_are_those_of_the_code(page):
     said = " ".join(page.split())
     for words in (
-        f"significant at a false discovery rate of {FALSE_DISCOVERIES:.0%}",
+        f"rejects at a false discovery rate of {FALSE_DISCOVERIES:.0%}",
         f"more than {MIN_CHANGE:.0%} of the value",
         f"compared at {TOKENS:,} tokens",
         f"**redundant** if this share is at least {THRESHOLD}",

@@ -68,7 +68,7 @@ def test_inspecting_prints_every_finding_and_the_most_important_head(capsys):
 def test_two_checkpoints_of_a_training_run_differ_beyond_sampling_error(capsys):
     comparison, losses = compare_checkpoints.main(early=1, steps=12, tokens=1024)
     assert losses[1] < losses[0] - 0.5
-    changed = [change for change in comparison.tested() if change.beyond]
+    changed = [change for change in comparison.tested() if change.significant]
     assert 0 < len(changed) < len(comparison.tested()) < len(comparison.changes)
     assert f"{len(changed)} of {len(comparison.tested())} statistics of 8 heads changed" in capsys.readouterr().out
 
