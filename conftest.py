@@ -32,7 +32,7 @@ GROUPS = {
 NO_LONG = "`make test-long` runs them"
 # One test a line, as they were measured; with its case in brackets where only that one takes long.
 SLOW = Path(__file__).parent / "tests" / "slow.txt"  # of no other group, more than 0.2 s
-LONG = Path(__file__).parent / "tests" / "long.txt"  # more than a second, with a shorter test of the same
+LONG = Path(__file__).parent / "tests" / "long.txt"  # left out of `make test`
 # Modules and tests that are collected stay, so that searching them again and again for garbage finds none.
 gc.set_threshold(100_000, 50, 100)
 _thaw = gc.unfreeze

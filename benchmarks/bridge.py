@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,7 +67,8 @@ def _measured(work: Callable[[Any, Tensor], dict[str, Any]], tokens: int) -> dic
 
 def _peak() -> int:
     """Return the largest resident memory of this process until now, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024  # in bytes there, in KiB on Linux
 
 
 def _cached(bridge: Any, ids: Tensor) -> dict[str, Any]:

@@ -131,12 +131,12 @@ def test_a_model_reads_all_contexts_whatever_the_batch(kind):
     aligned = align(read_treebank(SMALL), loaded.tokenizer)
     states = []
     for batch_tokens in (1, 1000):
-        told: list[int] = []
+        reported: list[int] = []
         collector = WordAttention(aligned.maps)
         observations = observe_contexts(
-            loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=told.append
+            loaded, aligned.contexts, [collector], batch_tokens=batch_tokens, progress=reported.append
         )
-        assert told == ([0, *[1] * 5] if batch_tokens == 1 else [0, 5])  # none are read yet, then batch by batch
+        assert reported == ([0, *[1] * 5] if batch_tokens == 1 else [0, 5])  # none are read yet, then batch by batch
         ((site, values),) = observations.collected.items()
         assert site.kind == "self"
         states.append(values["words"].state())

@@ -34,7 +34,7 @@ def texts() -> PronounTexts:
     return pronoun_texts(pronoun_sentences(), byte_level())
 
 
-def told(texts: PronounTexts, weights: Tensor, site: AttentionSite | None = None) -> Observations:
+def observations_of(texts: PronounTexts, weights: Tensor, site: AttentionSite | None = None) -> Observations:
     """Heads that give these weights [sentences, heads, 2] to antecedent and distractor."""
     site = site or AttentionSite("layer.0", "self", "layer.*", 0, weights.shape[1])
     expected = torch.full((len(weights), 2), 0.1).double()
@@ -64,7 +64,7 @@ def test_of_many_heads_that_know_nothing_none_is_beyond_chance(texts):
     wrong = flattered = 0
     for seed in range(20):
         weights = torch.rand(len(texts.contexts), 300, 2, generator=torch.Generator().manual_seed(seed)).double()
-        entries = pronoun_table(told(texts, weights), texts).entries
+        entries = pronoun_table(observations_of(texts, weights), texts).entries
         wrong += any(entry.all_low > entry.null for entry in entries)
         flattered += any(min(entry.low, entry.frames_low) > entry.null for entry in entries)
     assert wrong <= 1  # 5% of models are allowed to
@@ -73,8 +73,8 @@ def test_of_many_heads_that_know_nothing_none_is_beyond_chance(texts):
 
 def test_more_heads_make_the_interval_for_all_of_them_wider_and_no_other(texts):
     weights = torch.rand(len(texts.contexts), 30, 2, generator=torch.Generator().manual_seed(1)).double()
-    many = pronoun_table(told(texts, weights), texts).entries
-    (one,) = pronoun_table(told(texts, weights[:, :1]), texts).entries
+    many = pronoun_table(observations_of(texts, weights), texts).entries
+    (one,) = pronoun_table(observations_of(texts, weights[:, :1]), texts).entries
     assert (many[0].low, many[0].frames_low, many[0].score) == (one.low, one.frames_low, one.score)
     assert many[0].all_low < one.all_low <= min(one.low, one.frames_low)
     assert many[0].all_high > one.all_high >= max(one.high, one.frames_high)
@@ -83,7 +83,7 @@ def test_more_heads_make_the_interval_for_all_of_them_wider_and_no_other(texts):
 
 def test_a_single_frame_says_nothing(texts):
     weights = torch.tensor([0.8, 0.1]).double().expand(4, 1, 2)
-    (entry,) = pronoun_table(told(texts, weights), texts).entries
+    (entry,) = pronoun_table(observations_of(texts, weights), texts).entries
     assert (entry.score, entry.all_low, entry.all_high) == (1.0, 0.0, 1.0)
 
 
@@ -99,7 +99,7 @@ def test_sentences_longer_than_the_context_are_left_out_with_their_frame():
 
 def tables_of(texts: PronounTexts, weights: Tensor, site: AttentionSite) -> dict[str, PronounTable]:
     of_cue = {"agreement": AGREEMENT, **{cue: (cue,) for cue in CUES}}
-    return {name: pronoun_table(told(texts, weights, site), texts, cues) for name, cues in of_cue.items()}
+    return {name: pronoun_table(observations_of(texts, weights, site), texts, cues) for name, cues in of_cue.items()}
 
 
 def test_a_role_is_given_by_what_was_shown(texts):
@@ -140,6 +140,6 @@ def test_one_language_has_sentences_enough_for_either_role():
     weights[:, 0] = torch.tensor([0.3, 0.1]).double()
     weights[::10, 0] = torch.tensor([0.1, 0.3]).double()
     for cues in (AGREEMENT, ("meaning",)):
-        best = max(pronoun_table(told(texts, weights), texts, cues).entries, key=lambda x: x.score)
+        best = max(pronoun_table(observations_of(texts, weights), texts, cues).entries, key=lambda x: x.score)
         assert best.score == 0.9
         assert best.all_low > best.null
