@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError, ShapeError
+from polyhead.ops.common.head_sums import histogram
 
 
 class NamedTensors:
@@ -201,9 +202,7 @@ class Histogram(Sums):
     @classmethod
     def of(cls, values: Tensor, counted: Tensor) -> Self:
         """Return the histogram of samples [*shape, samples]; those that are not `counted` are ignored."""
-        bins = (values * cls.BINS).clamp(0, cls.BINS - 1).nan_to_num(nan=cls.BINS).long()
-        counts = torch.zeros(*values.shape[:-1], cls.BINS + 1, dtype=torch.int64, device=values.device)
-        return cls(counts.scatter_add_(-1, bins, counted.long()))
+        return cls(histogram(values, counted, cls.BINS))
 
     def quantile(self, share: float) -> Tensor:
         """Return a quantile, as `torch.quantile` defines it; NaN without samples and with one that is NaN."""

@@ -186,6 +186,7 @@ class Session:
         self.gates = Gates(self._gate_paths, self._are_sites_known)
         self._starts: dict[nn.Module, deque[SequenceStart]] = {}  # of sliding-window caches
         self._latest_tokens: dict[str, Tokens | Tensor | None] = {}
+        self._empty: dict[tuple[AttentionSite, tuple[str, ...], torch.device], SiteStatistics] = {}
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
         self._thread = OneThread()
@@ -543,10 +544,15 @@ class Session:
         site_statistics = statistics.get(call.site)
         if site_statistics is None:
             assert rows.visible_keys is not None
-            device = rows.visible_keys.device
-            site_statistics = SiteStatistics.empty(call.site, self.heads_of(call.site), call.columns, device)
+            site_statistics = self._empty_statistics(call.site, call.columns, rows.visible_keys.device)
         statistics[call.site] = site_statistics.update(rows, non_padding, learned_sinks=call.learned_sinks)
         self._staging.is_updated = True
+
+    def _empty_statistics(self, site: AttentionSite, columns: tuple[str, ...], device: torch.device) -> SiteStatistics:
+        key = site, columns, device
+        if key not in self._empty:  # never written in place, so that every step of a monitor can start from it
+            self._empty[key] = SiteStatistics.empty(site, self.heads_of(site), columns, device)
+        return self._empty[key]
 
     def collect(self, site: AttentionSite, attended: Attended, non_padding: Tensor | None) -> None:
         """Pass one attention call to all collectors.

@@ -21,6 +21,7 @@ from polyhead.observation.session import Session
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.watcher import is_recomputed
 from polyhead.ops.attention import AttentionOutput
+from polyhead.ops.common.head_sums import CountedTokens, count_tokens, squared_norms, summed_products
 from polyhead.training.head_history import COSINES
 
 LOW_ENTROPY = "normalized_entropy_p10"
@@ -60,7 +61,7 @@ class _Awaited(NamedTuple):
     call: Call
     heads: Tensor | None  # outputs of the heads, where they are read: until the output projection is known
     sizes: tuple[int, int]  # heads and value_dim
-    tokens: Tensor  # [batch, queries]: non-padding tokens with a visible key
+    counted: CountedTokens  # non-padding tokens with a visible key
     non_padding: Tensor | None  # [batch or 1, queries]
 
 
@@ -159,19 +160,16 @@ class HeadSignals:
     def _listen(self, call: Call, result: AttentionOutput, non_padding: Tensor | None) -> None:
         rows, output = result.statistics, result.output
         assert rows is not None and rows.visible_keys is not None
-        keys = rows.visible_keys
-        if call.counts and LOW_ENTROPY in self._columns:
-            assert rows.entropy is not None
-            terms = keys + 1 if call.learned_sinks else keys
-            counted = keys > 0 if call.learned_sinks else keys > 1  # a single term has no entropy
-            counted = counted if non_padding is None else counted & non_padding[:, None]
-            share = rows.entropy.detach() / terms.clamp_min(2.0).log()
-            heads_first = (x.transpose(0, 1).flatten(1) for x in (share, counted.expand_as(share)))
-            self._session.add_state(call.site, _ENTROPY, Histogram.of(*heads_first))
+        entropy = rows.entropy if call.counts and LOW_ENTROPY in self._columns else None
+        if entropy is None and not self._reads_outputs:
+            return
+        counted = count_tokens(
+            rows.visible_keys, non_padding, entropy, bins=Histogram.BINS, learned_sinks=call.learned_sinks
+        )
+        if counted.entropies is not None:
+            self._session.add_state(call.site, _ENTROPY, Histogram(counted.entropies))
         if not self._reads_outputs:
             return
-        tokens = (keys > 0).any(1)
-        tokens = (tokens if non_padding is None else tokens & non_padding).expand(len(output), -1)
         device = output.device.type
         is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
         self.has_half_autocast |= is_half or call.half_autocast
@@ -179,7 +177,7 @@ class HeadSignals:
         heads = output.detach() if is_unknown or call.site.name in self._torch_names.values() else None
         sizes = (output.shape[1], output.shape[3])
         self._mark_unread(call.site)
-        awaited = _Awaited(call, heads, sizes, tokens, non_padding)
+        awaited = _Awaited(call, heads, sizes, counted, non_padding)
         if self._session.compiled is None:
             self._awaited[call.site] = awaited
         else:  # the output projection has no hook; in the first observed step it has read the heads as they are
@@ -188,7 +186,7 @@ class HeadSignals:
             matrix = None if linear is None or is_unknown else self._matrix(linear, output.device)
             self._add_outputs(awaited, output.transpose(1, 2), matrix)
         self._forwards[call.site] += call.counts
-        hook = self._gradient_hook(call.site, tokens)
+        hook = self._gradient_hook(call.site, counted.tokens)
         if call.is_compiled:
             call.gradient_hook = hook
         elif output.requires_grad:
@@ -223,7 +221,7 @@ class HeadSignals:
             return
         self._add_outputs(awaited, awaited.heads.transpose(1, 2), matrix)
         if output[0].requires_grad:
-            add, is_batched = self._gradient_hook(site, awaited.tokens, linear), output[0].ndim == 3
+            add, is_batched = self._gradient_hook(site, awaited.counted.tokens, linear), output[0].ndim == 3
             sizes = awaited.sizes
 
             def project(grad: Tensor) -> None:
@@ -242,7 +240,7 @@ class HeadSignals:
         return output_matrix(linear, self._wrappers.get(linear, linear), device)
 
     def _add_outputs(self, awaited: _Awaited, read: Tensor, matrix: Tensor | None) -> None:
-        call, (heads, dim), tokens = awaited.call, awaited.sizes, awaited.tokens
+        call, (heads, dim), tokens = awaited.call, awaited.sizes, awaited.counted.tokens
         if not call.counts:
             return
         if matrix is None or read.numel() != tokens.numel() * heads * dim:
@@ -254,7 +252,7 @@ class HeadSignals:
             read = torch.where(tokens.reshape(-1, 1, 1), read, 0.0)
         dtype = accumulator_dtype(read.device)
         products = _products(read, matrix.unflatten(0, (heads, dim)), pairs=self.with_pairs, dtype=dtype)
-        self._session.add_state(call.site, _OUTPUTS, OutputSums(tokens.sum(dtype=dtype), products))
+        self._session.add_state(call.site, _OUTPUTS, OutputSums(awaited.counted.number, products))
 
     # ---- called in backwards
 
@@ -275,10 +273,8 @@ class HeadSignals:
                 return
             has_run = True
             dtype = accumulator_dtype(grad.device)
-            norms = torch.linalg.vector_norm(grad, dim=-1, dtype=torch.promote_types(grad.dtype, torch.float32))
-            norms = torch.where(tokens[:, None], norms, 0.0)
-            norms = torch.linalg.vector_norm(norms, dim=(0, 2), dtype=dtype) * self._inverse_scale(grad.device)
-            squares = norms.square()
+            squares, factor = squared_norms(grad, tokens, dtype), self._inverse_scale(grad.device)
+            squares = squares if isinstance(factor, float) else squares * factor.square()
             products, projection = None, linear or self._linears.get(site)
             matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
             if matrix is not None:
@@ -394,7 +390,7 @@ def _products(read: Tensor, matrices: Tensor, *, pairs: bool, dtype: torch.dtype
     with torch.autocast(read.device.type, enabled=False):
         if not pairs:
             by_head = read.transpose(0, 1)
-            return (_product(by_head.mT, by_head) * _product(matrices, matrices.mT)).sum((1, 2), dtype=dtype)
+            return summed_products(_product(by_head.mT, by_head), _product(matrices, matrices.mT), dtype)
         joined, joined_matrices = read.flatten(1)[None], matrices.flatten(0, 1)[None]
         products = _product(joined.mT, joined) * _product(joined_matrices, joined_matrices.mT)
         return products.view(heads, dim, heads, dim).sum((1, 3), dtype=dtype)

@@ -324,6 +324,8 @@ class HeadMonitor:
     def inverse_scale(self, device: torch.device) -> Tensor | float:
         """Return what takes the scale of the loss out of gradients in a backward, without waiting for the device.
 
+        It is a tensor, or 1.0 if they are not scaled.
+
         Args:
             device: device of the gradients.
         """
@@ -383,8 +385,12 @@ class HeadMonitor:
         self._history.check([HeadLocation.of(x.site, head) for x in sites for head in x.heads], columns)
         sizes = [len(x.heads) for x in sites]
         rows = [_joined(values_of[name], sizes, device) for name in columns]
-        measured = torch.tensor([[x is not None for x in values_of[name]] for name in columns])
-        measured = measured.repeat_interleave(torch.tensor(sizes), 1)
+        measured = torch.tensor(
+            [
+                [x is not None for x, size in zip(values_of[name], sizes, strict=True) for _ in range(size)]
+                for name in columns
+            ]
+        )
         pairs = None
         if self._signals.with_pairs:
             pairs = torch.stack([_joined(cosines[name], [size**2 for size in sizes], device) for name in COSINES])
@@ -470,6 +476,8 @@ def _checked_names(statistics: str | Sequence[str]) -> frozenset[str]:
 def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device) -> Tensor:
     """Concatenate the elements of tensors, with NaN for those that are None."""
     dtype = accumulator_dtype(device)
+    if all(x is None for x in parts):
+        return torch.full((sum(sizes),), torch.nan, dtype=dtype, device=device)
     flat = [
         torch.full((size,), torch.nan, dtype=dtype, device=device) if x is None else x.flatten().to(device)
         for x, size in zip(parts, sizes, strict=True)

@@ -216,7 +216,7 @@ def check_kernel(check: Callable[[str], None]) -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_plain_pytorch(check):
-    with mock.patch.object(row_reduction, "_has_kernel", return_value=False):
+    with mock.patch.object(row_reduction, "has_kernel", return_value=False):
         check("cpu")
 
 
@@ -234,7 +234,7 @@ def test_on_a_gpu(check):
 
 @pytest.mark.gpu
 def test_on_a_gpu_without_a_kernel():
-    with mock.patch.object(row_reduction, "_has_kernel", return_value=False):
+    with mock.patch.object(row_reduction, "has_kernel", return_value=False):
         for check in CHECKS:
             check("cuda")
 
@@ -244,7 +244,7 @@ def test_on_a_gpu_without_a_kernel():
 def test_on_a_gpu_nothing_synchronises(kernel):
     rows, real = rows_of(2, 9001, "cuda", heads=MANY_HEADS), real_of(2, 9001, "cuda")
     state, chosen = empty(heads=MANY_HEADS, device="cuda"), empty(heads=3, device="cuda")
-    with mock.patch.object(row_reduction, "_has_kernel", return_value=kernel), waiting_is_an_error():
+    with mock.patch.object(row_reduction, "has_kernel", return_value=kernel), waiting_is_an_error():
         reduce_rows(rows, real, COLUMNS, range(MANY_HEADS), state)
         reduce_rows(rows, None, COLUMNS, (1, 2, 6), chosen)
 

@@ -55,7 +55,7 @@ def reduce_rows(
         return state
     values = [getattr(rows, "entropy" if name == SHARE else name) for name in columns]
     share = columns.index(SHARE) if SHARE in columns else None
-    if _has_kernel(keys):
+    if has_kernel(keys):
         from polyhead.ops.common.kernels import row_reduction as kernels
 
         packed = kernels.reduce_rows(values, keys, real, state, heads=heads, share=share, learned_sinks=learned_sinks)
@@ -68,8 +68,9 @@ def reduce_rows(
     return _merge(state, totals)
 
 
-def _has_kernel(keys: Tensor) -> bool:
-    return not device_reasons(keys.device) and not is_traced(keys) and not is_transformed()
+def has_kernel(x: Tensor) -> bool:
+    """Return True if kernels can read the values of a tensor."""
+    return not device_reasons(x.device) and not is_traced(x) and not is_transformed()
 
 
 def _reduce_in_torch(

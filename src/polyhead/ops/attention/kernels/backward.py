@@ -44,6 +44,7 @@ from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
 from polyhead.ops.common.kernels.availability import has_hopper_kernels
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
 from polyhead.ops.common.kernels.mask_tiles import full_key_span, full_query_span, key_spans, query_span, visible_tile
+from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products
@@ -505,38 +506,33 @@ def backward(
         num_queries=num_queries,
     )
     key_blocks, query_blocks = choose_blocks(head_dim, value_dim, query.dtype)
+    device = query.get_device()
+
+    def tile_sizes(blocks: Blocks) -> dict[str, int]:
+        return {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.columns}
 
     def launch_queries(blocks: Blocks) -> None:
-        _queries_kernel[(batch * heads * blocks_of(num_queries, blocks.rows),)](
-            problem,
-            bias_grads,
-            strided(grad_query),
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            **blocks.options,
-        )
+        programs = batch * heads * blocks_of(num_queries, blocks.rows)
+        arguments = (problem, bias_grads, strided(grad_query))
+        launch_repeated(_queries_kernel, programs, arguments, tile_sizes(blocks), blocks.options, device=device)
 
     def launch_keys(blocks: Blocks) -> None:
-        _keys_kernel[(batch * kv_heads * blocks_of(num_keys, blocks.columns),)](
-            problem,
-            strided(grad_key),
-            strided(grad_value),
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            **blocks.options,
-        )
+        programs = batch * kv_heads * blocks_of(num_keys, blocks.columns)
+        arguments = (problem, strided(grad_key), strided(grad_value))
+        launch_repeated(_keys_kernel, programs, arguments, tile_sizes(blocks), blocks.options, device=device)
 
     def kind() -> tuple[Hashable, ...]:
         present = tuple(
             x is not None for x in (*per_key, *mask, bias_grads.bias, bias_grads.table, head_scale, softcap, sinks)
         )
-        return query.get_device(), query.dtype, head_dim, value_dim, present, bool(dropout)
+        return device, query.dtype, head_dim, value_dim, present, bool(dropout)
 
     with torch.cuda.device_of(query):
         if constant.numel():
             block_m = max(1, min(64, 8192 // padded_dim(value_dim)))
-            grid = (batch * heads * blocks_of(num_queries, block_m),)
-            constants_kernel[grid](problem, strided(output), gradients, values, BLOCK_M=block_m)
+            programs = batch * heads * blocks_of(num_queries, block_m)
+            arguments = (problem, strided(output), gradients, values)
+            launch_repeated(constants_kernel, programs, arguments, {"BLOCK_M": block_m}, {}, device=device)
         grad_query, grad_key, grad_value = (fresh_like(x) for x in (query, key, value))
         if constant.numel():
             launch_fitting(launch_queries, query_blocks, Blocks.smaller, lambda: ("queries", *kind()))

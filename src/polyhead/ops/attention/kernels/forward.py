@@ -38,6 +38,7 @@ from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_positions
+from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E
@@ -286,7 +287,7 @@ def forward(
                 row_descriptor(key, blocks.columns, constants["BLOCK_KEY"]),
                 row_descriptor(value, blocks.columns, constants["BLOCK_VALUE"]),
             ]
-        _forward_kernel[(batch * heads * blocks_of(queries, blocks.rows),)](
+        arguments = (
             *sources,
             output,
             logsumexp,
@@ -304,11 +305,12 @@ def forward(
             softcap or 0.0,
             round(dropout * (1 << 24)),
             1.0 / (1.0 - dropout),
-            HAS_BIAS=mask.bias is not None or mask.table is not None,
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            **constants,
-            **blocks.options,
+        )
+        has_bias = mask.bias is not None or mask.table is not None
+        tiles = {"HAS_BIAS": has_bias, "BLOCK_M": blocks.rows, "BLOCK_N": blocks.columns}
+        programs = batch * heads * blocks_of(queries, blocks.rows)
+        launch_repeated(
+            _forward_kernel, programs, arguments, {**tiles, **constants}, blocks.options, device=query.get_device()
         )
 
     def kind() -> Hashable:

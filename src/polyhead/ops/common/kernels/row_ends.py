@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polyhead.ops.common.kernels.launching import launch
+from polyhead.ops.common.kernels.launching import launch, wide
 from polyhead.ops.common.kernels.mask_arguments import GAPS
 from polyhead.ops.common.kernels.sizes import blocks_of
 
@@ -109,7 +109,7 @@ def mask_ends(mask: Tensor) -> Ends:
     if first.numel():
         dense_axis = 1 if mask.stride(2) == 1 else 0 if mask.stride(1) == 1 else 2
         constants = dense_axis, mask.dtype is not torch.bool, _BLOCK_M, _BLOCK_N
-        variant = mask.get_device(), mask.dtype, mask.data_ptr() % 16, _wide(*mask.stride())
+        variant = mask.get_device(), mask.dtype, mask.data_ptr() % 16, wide(*mask.stride())
         with torch.cuda.device_of(mask):
             arguments = (mask, first, last, full, *mask.stride(), rows, columns)
             launch(mask_ends_kernel, batch * blocks_of(rows, _BLOCK_M), arguments, constants, variant=variant)
@@ -131,7 +131,7 @@ def document_ends(ids: Tensor, others: Tensor, *, none: int) -> tuple[Tensor, En
         strides = [x.stride(0) if x.shape[0] > 1 else 0 for x in (ids, others)]
         constants = none, _BLOCK_M, _BLOCK_N
         alignment = ids.data_ptr() % 16, others.data_ptr() % 16
-        variant = ids.get_device(), ids.dtype, others.dtype, alignment, _wide(*strides)
+        variant = ids.get_device(), ids.dtype, others.dtype, alignment, wide(*strides)
         with torch.cuda.device_of(ids):
             arguments = (ids, others, first, last, full, document, *strides, rows, columns)
             launch(document_ends_kernel, batch * blocks_of(rows, _BLOCK_M), arguments, constants, variant=variant)
@@ -140,8 +140,3 @@ def document_ends(ids: Tensor, others: Tensor, *, none: int) -> tuple[Tensor, En
 
 def _empty(count: int, batch: int, rows: int, like: Tensor) -> list[Tensor]:
     return [torch.empty((batch, rows), dtype=torch.int32, device=like.device) for _ in range(count)]
-
-
-def _wide(*strides: int) -> Hashable:
-    """Return which strides have 64 bits: Triton compiles another variant for them."""
-    return tuple(stride >> 31 != 0 for stride in strides)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polyhead.ops.common.kernels.launching import launch, wide
 from polyhead.ops.common.kernels.sizes import blocks_of
 
 # Chunks depend on the number of rows alone, so that a head's result is bit-identical whichever heads are selected. Up
@@ -46,8 +47,9 @@ def _store(ptr, size, offs, mask, count, mean, squares, largest):
 
 @triton.jit(
     do_not_specialize=[
-        "stride_batch", "stride_head", "stride_keys_batch", "stride_keys_head", "stride_real_batch",
-        "queries", "rows", "blocks_of_chunk", "chunks", "first_head", "step_head", "first_slot", "num_slots",
+        "stride_batch", "stride_head", "stride_query", "stride_keys_batch", "stride_keys_head", "stride_keys_query",
+        "stride_real_batch", "stride_real_query", "queries", "rows", "blocks_of_chunk", "chunks", "first_head",
+        "step_head", "first_slot", "num_slots",
     ],
     do_not_specialize_on_alignment=[
         "ptr_keys", "ptr_real", "ptr_count", "ptr_mean", "ptr_squares", "ptr_largest", "ptr_totals",
@@ -83,7 +85,12 @@ def _reduce_kernel(
     EXTRA_TERMS: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT_STRIDES: tl.constexpr,
 ):
+    if UNIT_STRIDES:
+        stride_query = 1
+        stride_keys_query = 1
+        stride_real_query = 1
     # Columns of one chunk are adjacent programs: they read the same numbers of keys. A slot is a head's index among the
     # selected ones.
     i_column = tl.program_id(0) % COLUMNS
@@ -232,36 +239,27 @@ def reduce_rows(
     blocks_of_chunk = max(_MIN_BLOCKS, blocks_of(blocks, _MAX_CHUNKS)) if chunks is None else blocks_of(blocks, chunks)
     chunks = blocks_of(blocks, blocks_of_chunk)
     partials = totals if chunks == 1 else keys.new_empty((chunks, 4, columns, num_slots), dtype=torch.float64)
-    real_batch, real_query = (0, 0) if real is None else (real.stride(0) if real.shape[0] > 1 else 0, real.stride(1))
+    real_strides = (0, 1) if real is None else (real.stride(0) if real.shape[0] > 1 else 0, real.stride(1))
+    strides = (*statistics[0].stride(), *keys.stride(), *real_strides)
+    constants = (
+        *(columns, -1 if share is None else share, int(learned_sinks), chunks > 1, block),
+        strides[2] == strides[5] == strides[7] == 1,
+    )
+    aligned = [x.data_ptr() % 16 == 0 for x in statistics]
+    kinds = keys.get_device(), statistics[0].dtype, keys.dtype, state[0].dtype, real is None, tuple(aligned)
     with torch.cuda.device_of(keys):
         for first_slot, first_head, step_head, length in _runs(heads):
-            _reduce_kernel[(columns * chunks * length,)](
-                tuple(statistics),
-                keys,
-                real,
-                count,
-                mean,
-                squares,
-                largest,
-                partials,
-                *statistics[0].stride(),
-                *keys.stride(),
-                real_batch,
-                real_query,
-                queries,
-                rows,
-                blocks_of_chunk,
-                chunks,
-                first_head,
-                step_head,
-                first_slot,
-                num_slots,
-                COLUMNS=columns,
-                SHARE=-1 if share is None else share,
-                EXTRA_TERMS=int(learned_sinks),
-                IN_CHUNKS=chunks > 1,
-                BLOCK=block,
-                num_warps=8 if block == 2048 else 4,
+            numbers = (*strides, queries, rows, blocks_of_chunk, chunks, first_head, step_head, first_slot, num_slots)
+            arguments = (tuple(statistics), keys, real, count, mean, squares, largest, partials, *numbers)
+            variant = kinds, wide(*numbers)
+            num_warps = 8 if block == 2048 else 4
+            launch(
+                _reduce_kernel,
+                columns * chunks * length,
+                arguments,
+                constants,
+                variant=variant,
+                num_warps=num_warps,
             )
         if chunks > 1:
             size = columns * num_slots
