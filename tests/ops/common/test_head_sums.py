@@ -19,7 +19,7 @@ SIZES = [(1, 1, 1), (3, 2, 11), (1, 37, 7), (1, 5, 71)]  # batch, heads, queries
 
 
 def rows_of(batch: int, heads: int, queries: int, device: str, *, learned_sinks: bool = False) -> tuple[Tensor, ...]:
-    """Return visible keys, 0 and 1 among them, entropies in the middle of bins, NaN where hidden; rows; and the bins."""
+    """Return visible keys, 0 and 1 among them, entropies in the middle of bins or NaN, real rows, and the bins."""
     keys = torch.randint(0, 4, (batch, heads, queries)) * torch.randint(1, 9, (batch, heads, queries))
     keys[:, :, ::5] = 0  # of all heads
     index = torch.randint(0, BINS, keys.shape)

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from polyhead.ops.common.kernels import launching  # noqa: E402
+from polyhead.ops.common.kernels import launching
 
 
 class Kernel:

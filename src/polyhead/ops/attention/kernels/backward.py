@@ -42,9 +42,9 @@ from polyhead.ops.attention.kernels.backward_tiles import (
 )
 from polyhead.ops.common.kernel_call import KernelCall, with_dense_rows
 from polyhead.ops.common.kernels.availability import has_hopper_kernels
+from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments, shared_strides
 from polyhead.ops.common.kernels.mask_tiles import full_key_span, full_query_span, key_spans, query_span, visible_tile
-from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products

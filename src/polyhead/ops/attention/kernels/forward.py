@@ -36,9 +36,9 @@ from polyhead.ops.attention.kernels.forward_tiles import (
 from polyhead.ops.attention.kernels.outputs import output_like
 from polyhead.ops.common.kernel_call import KernelCall
 from polyhead.ops.common.kernels.availability import capability
+from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_positions
-from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
 from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E

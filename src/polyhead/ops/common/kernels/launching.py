@@ -90,7 +90,7 @@ def launch_repeated(
 
 
 def _kind(arguments: tuple[Any, ...]) -> Hashable:
-    """Return all that Triton may compile into a kernel: of tensors the dtype and alignment, of numbers type and value."""
+    """Return what Triton may compile into a kernel: dtypes and alignments of tensors, types and values of numbers."""
     kinds: list[Hashable] = []
     for x in arguments:
         if x is None or type(x) is int:  # most of them

@@ -6,8 +6,6 @@ PyTorch needs four passes over a mask, and has to sort documents.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
