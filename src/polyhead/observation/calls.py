@@ -31,7 +31,7 @@ class Call:
     columns: tuple[str, ...]
     requested: Statistics | None
     tokens: Tokens | Tensor | None  # source of the padding mask, or the mask itself
-    counts: bool = True  # False for recomputations, calls that `every` skips, and sites that are only gated
+    counts: bool = True  # False in recomputations, if `every` or `only_training` skips it, and for a gate alone
     has_collectors: bool = False  # whether collectors receive the full values and the log-sum-exp
     gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool = False
