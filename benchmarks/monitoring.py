@@ -1,6 +1,7 @@
-"""Cost of monitoring a training: whole steps with `HeadMonitor` and all its columns, over the same steps without.
+"""Cost of `HeadMonitor` with all its columns: whole training steps with it, relative to the same steps without.
 
-In eager mode and compiled; a monitored compiled model is compared with the faster of both without a monitor.
+Models run in eager mode and compiled. The baseline of a monitored compiled model is the faster of the compiled and the
+eager model without a monitor.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BACKEND = "inductor"
 PARTS = {"eager": "", "compiled": COMPILED}
 BOUNDS = {EVERY: 1.02, TENTH: 1.005}
 PEAK_BOUND = 1.01  # of the peak memory of the plain steps
-STEPS = 10  # of one call: one of them is a 10th step
-_SECONDS, _FEWEST = 15.0, 5
+STEPS = 10  # training steps of one timed call, so that `TENTH` observes one of them
+_SECONDS, _FEWEST = 15.0, 5  # of one case: time, and fewest alternations
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ ON_A_CPU = (Place(2, 64, 4, 4, 128, 2, 64, 100),)
 def plan(
     only: Sequence[str] = tuple(PARTS), *, quick: bool = False, seed: int = 0, gpu: torch.device | None = None
 ) -> list[Step]:
-    """The places of a run: in bfloat16 on a GPU, or else a small model on the CPU, without bounds."""
+    """Return the steps of a run: large models in bfloat16 on a GPU, or else a small one on the CPU, without bounds."""
     run = Run(gpu or torch.device("cpu"), torch.float32 if gpu is None else torch.bfloat16, seed=seed)
     run = replace(run, seconds=_SECONDS, fewest=_FEWEST)
     run = replace(run, seconds=1.0, repetitions=0) if quick else run
@@ -77,9 +78,10 @@ def plan(
 
 
 def measure(run: Run, place: Place, mode: str) -> Iterator[Case]:
-    """One place and mode. The contenders are models of their own around the same parameters, with one optimizer.
+    """Yield the case of one place and mode; its contenders are models that share their parameters and the optimizer.
 
-    Compiled models are a case of their own: in the block of a monitor that observes in eager mode they would not be.
+    All monitors of a case are entered while it is timed. Eager and compiled models are separate cases, since inside the
+    block of a monitor that observes in eager mode no model runs compiled.
     """
     model = _model(run, place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=run.device.type == "cuda")
@@ -87,19 +89,19 @@ def measure(run: Run, place: Place, mode: str) -> Iterator[Case]:
     ids = torch.randint(place.vocabulary, (place.batch, place.tokens), generator=generator).to(run.device)
     bounds = BOUNDS if run.device.type == "cuda" else {}
     plain = [PLAIN, PLAIN + COMPILED] if mode else [PLAIN]
-    found = Entrants()
+    entrants = Entrants()
     with ExitStack() as stack:
         for name in (*plain, EVERY + mode, TENTH + mode):
-            found.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
+            entrants.enter(name, functools.partial(_contender, name, model, optimizer, ids, stack), _check)
         tidy()
         pairs = [Pair(name + mode, plain, bounds.get(name)) for name in BOUNDS]
-        yield found.case("monitoring", f"{place}{mode}", pairs, items=STEPS, figures=_peaks)
+        yield entrants.case("monitoring", f"{place}{mode}", pairs, items=STEPS, figures=_peaks)
 
 
 def _contender(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, stack: ExitStack
 ) -> Callable[[], HeadMonitor | None]:
-    """Return a call of ten training steps, monitored until the stack is closed; it returns the monitor."""
+    """Return a call that takes `STEPS` training steps and returns their monitor, which is exited with `stack`."""
     twin = twin_of(model)
     if name.endswith(COMPILED):
         twin.compile(backend=BACKEND)
@@ -120,7 +122,7 @@ def _contender(
 
 
 def _check(monitor: HeadMonitor | None) -> None:
-    """Refuse a monitor that leaves a column out: it would be faster."""
+    """Raise if the monitor has not measured all its columns: it would be faster."""
     if monitor is not None:
         history = monitor.history
         unmeasured = [name for name in history.columns if not history[name][0].isfinite().all()]

@@ -16,7 +16,7 @@ from tests.gpu_record import RECORD, ROOT, sources, sources_hash, warning
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree with a kernel, its caller, and a file that has nothing to do with either."""
+    """A source tree with a kernel, its caller, and a file that is neither."""
     files = {
         "ops/attention/kernels/forward.py": "x = 1\n",
         "ops/attention/sdpa.py": "y = 1\n",
@@ -36,12 +36,12 @@ def write(tree: Path, **changes: Any) -> None:
     path.write_text(json.dumps(record | changes))
 
 
-def test_kernels_and_who_calls_them_are_the_sources(tree: Path) -> None:
+def test_the_sources_are_kernels_and_their_callers(tree: Path) -> None:
     names = [path.relative_to(tree / "src/polyhead").as_posix() for path in sources(tree)]
     assert names == ["ops/attention/kernels/forward.py", "ops/attention/sdpa.py"]
-    ours = {path.relative_to(ROOT / "src/polyhead").as_posix() for path in sources()}
-    assert {"ops/attention/kernels/forward.py", "ops/attention/sdpa.py", "ops/decode/fused.py"} < ours
-    assert "cli/main.py" not in ours
+    in_this_tree = {path.relative_to(ROOT / "src/polyhead").as_posix() for path in sources()}
+    assert {"ops/attention/kernels/forward.py", "ops/attention/sdpa.py", "ops/decode/fused.py"} < in_this_tree
+    assert "cli/main.py" not in in_this_tree
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,18 @@ def test_kernels_and_who_calls_them_are_the_sources(tree: Path) -> None:
         ("cli/main.py", "", False),
     ],
 )
-def test_the_hash_changes_with_them_alone(tree: Path, name: str, text: str, counts: bool) -> None:
+def test_the_hash_changes_with_the_code_of_the_sources_alone(tree: Path, name: str, text: str, counts: bool) -> None:
     before = sources_hash(tree)
     (tree / "src/polyhead" / name).write_bytes(text.encode())
     assert (sources_hash(tree) != before) is counts
 
 
-def test_a_full_green_record_of_the_same_sources_says_nothing(tree: Path) -> None:
+def test_a_full_green_record_of_the_same_sources_gives_no_warning(tree: Path) -> None:
     write(tree)
     assert warning(tree) is None
 
 
-def test_every_other_record_is_warned_of(tree: Path) -> None:
+def test_every_other_record_gives_a_warning(tree: Path) -> None:
     assert "is missing" in str(warning(tree))
     write(tree, green=False, counts={"passed": 5, "failed": 2})
     assert str(warning(tree)).startswith("5 passed, 2 failed in")
@@ -109,7 +109,7 @@ def reported(name: str, outcome: str, when: str = "call", reason: str = "") -> A
 
 
 class Config:
-    """What a record asks of pytest's configuration."""
+    """The part of `pytest.Config` that a record reads."""
 
     def __init__(self, args: list[str] | None = None, **options: Any) -> None:
         self.args = args or [str(ROOT / "tests")]
@@ -150,16 +150,16 @@ def test_a_record_counts_every_test_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert record["sources"] == hash_of_this_tree()
 
 
-def test_only_all_tests_run_to_their_end_are_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_record_is_full_only_if_all_tests_were_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     passed = reported("a", "passed")
     assert record_of([passed], monkeypatch, tmp_path)["full"]
     assert record_of([passed], monkeypatch, tmp_path)["green"]
     for options in ({"keyword": "decode"}, {"deselect": ["b"]}, {"args": ["tests/ops"]}):
         assert not record_of([passed], monkeypatch, tmp_path, **options)["full"], options
     late = reported("b", "skipped", "setup", gpu_suite.OUT_OF_TIME)
-    found = record_of([passed, late], monkeypatch, tmp_path)
-    assert not found["full"]
-    assert found["counts"]["not run"] == 1
+    partial = record_of([passed, late], monkeypatch, tmp_path)
+    assert not partial["full"]
+    assert partial["counts"]["not run"] == 1
     assert not record_of([], monkeypatch, tmp_path)["green"]
 
 
@@ -184,8 +184,8 @@ def test_a_record_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (both["full"], both["green"], both["skipped"]) == (True, True, {})
     one = record_of([reported("b", "passed"), late[1]], monkeypatch, tmp_path, **options)
     assert (one["counts"]["not run"], one["not run"], one["full"]) == (1, ["c"], False)
-    lost = record_of([reported("b", "passed")], monkeypatch, tmp_path, **options)
-    assert (lost["counts"]["not run"], lost["not run"], lost["full"]) == (1, ["c"], False)
+    unreported = record_of([reported("b", "passed")], monkeypatch, tmp_path, **options)
+    assert (unreported["counts"]["not run"], unreported["not run"], unreported["full"]) == (1, ["c"], False)
     failed = record_of([reported("b", "failed"), reported("c", "passed")], monkeypatch, tmp_path, **options)
     assert (failed["full"], failed["green"], failed["failures"]) == (True, False, ["b"])
 
@@ -194,9 +194,9 @@ def test_a_record_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     items = [SimpleNamespace(nodeid=name, get_closest_marker=lambda name: True) for name in "abc"]
     gpu_suite.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
     assert [item.nodeid for item in items] == ["b"]
-    mended = record_of([reported("b", "passed")], monkeypatch, tmp_path, **options)
-    assert mended["counts"] == {"passed": 3, "failed": 0, "error": 0, "skipped": 0, "not run": 0}
-    assert (mended["full"], mended["green"], mended["failures"]) == (True, True, [])
+    fixed = record_of([reported("b", "passed")], monkeypatch, tmp_path, **options)
+    assert fixed["counts"] == {"passed": 3, "failed": 0, "error": 0, "skipped": 0, "not run": 0}
+    assert (fixed["full"], fixed["green"], fixed["failures"]) == (True, True, [])
     again = record_of([reported("b", "failed")], monkeypatch, tmp_path, **options)
     assert (again["counts"]["failed"], again["green"], again["failures"]) == (1, False, ["b"])
     nothing = record_of([reported("a", "passed")], monkeypatch, tmp_path, **options)
@@ -240,14 +240,15 @@ def test_slow_tests_come_first_for_every_worker_and_the_others_in_their_order() 
         assert sorted(order) == sorted(names)
         assert order[0] == "slow_36"
         assert [x for x in order if x.startswith("test")] == [x for x in names if x.startswith("test")]
+        # As xdist deals them out: each worker begins with its share of the tests that are left.
         begins, left = [0], len(names)
-        for others in range(workers, 1, -1):
-            begins.append(begins[-1] + left // others)
-            left -= left // others
+        for remaining_workers in range(workers, 1, -1):
+            begins.append(begins[-1] + left // remaining_workers)
+            left -= left // remaining_workers
         assert all(order[begin].startswith("slow") for begin in begins[:5]) or workers > len(names)
 
 
-def test_what_a_test_took_is_read_from_the_record_and_else_guessed(tmp_path: Path) -> None:
+def test_expected_seconds_are_those_of_the_record_or_a_guess(tmp_path: Path) -> None:
     start, guess = next(iter(gpu_suite.GUESSED.items()))
     names = [f"{start}[a]", f"{start}[b]", "tests/quick.py::test_c"]
     assert gpu_suite.expected_seconds(names, tmp_path / "none.json") == [guess, guess, 0.0]
@@ -255,7 +256,7 @@ def test_what_a_test_took_is_read_from_the_record_and_else_guessed(tmp_path: Pat
     assert gpu_suite.expected_seconds(names, tmp_path / "record.json") == [guess, 77.5, 0.0]
 
 
-def test_what_is_guessed_of_is_there() -> None:
+def test_guessed_tests_exist() -> None:
     for start in gpu_suite.GUESSED:
         path, name = start.split("::")
         assert f"def {name.split('[')[0]}(" in (gpu_record.ROOT / path).read_text(), start

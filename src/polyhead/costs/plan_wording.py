@@ -64,7 +64,7 @@ def requested(plan: Plan) -> str:
 
 
 def machine_words(machine: MachineSummary) -> str:
-    """Return a machine's name, and in brackets what its times rest on.
+    """Return a machine's name, and in brackets the source of its times and their error.
 
     >>> from polyhead.costs.timing.machine import Machine
     >>> [machine_words(Machine.load(name).summary) for name in ("nvidia-h200", "nvidia-l4")]
@@ -185,7 +185,7 @@ def fit_help(fit: Fit) -> str:
 
 
 def counted(plan: Plan, phase: Phase) -> str:
-    """Return what the memory that a phase needs consists of."""
+    """Return the parts of the memory that a phase needs."""
     if plan.model.other_parameters is None:
         return "attention alone"
     if phase == "training":
@@ -197,7 +197,7 @@ def counted(plan: Plan, phase: Phase) -> str:
 
 
 def fit_scope(plan: Plan) -> str:
-    """Return the memory that is not part of the answers of `fit_words`, and the margin for it."""
+    """Return the memory that `fit_words` does not count, and the margin for it."""
     rest = "other activations, logits and the CUDA context come on top"
     if plan.model.other_parameters is None:
         rest = f"all other weights, optimizer state, {rest}"

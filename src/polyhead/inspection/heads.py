@@ -17,7 +17,7 @@ def stack_of(site: AttentionSite) -> str:
 
 
 def has_stacks(sites: Iterable[AttentionSite]) -> bool:
-    """Return True if layer and number do not identify a head, as in an encoder-decoder."""
+    """Return True if the sites are of several stacks or kinds, so that layer and number do not identify a head."""
     return len({(site.stack, site.kind) for site in sites}) > 1
 
 
@@ -33,10 +33,13 @@ def named(head: Head, *, stacked: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RedundantHead:
-    """A head of whose output the other heads of its layer predict most linearly, on held-out tokens."""
+    """A head whose contribution to the residual stream is mostly a linear function of other heads' outputs.
+
+    Shares are R² on held-out tokens (`polyhead.analysis.redundancy`).
+    """
 
     head: Head
-    share: float  # predicted by all other heads of the layer together
+    share: float  # predicted linearly by all other heads of the layer together
     other: Head  # the head that predicts most on its own
     share_of_other: float  # predicted by that head alone
     cosine: float  # of the outputs of the two; negative if they write opposite directions

@@ -21,6 +21,7 @@ from polyhead.inspection import cross_layer_similarity, layer_similarity
 from polyhead.inspection.document_influence import halves_of, influence_of
 from polyhead.inspection.findings import findings
 from polyhead.inspection.head_maps import head_maps_of
+from polyhead.inspection.matching import SIZES
 from polyhead.inspection.most_attended import most_frequent, top_keys_of
 from polyhead.inspection.probing import Probes, check_importance, embedding_of
 from polyhead.inspection.result import Inspection
@@ -43,7 +44,7 @@ from polyhead.sources.text_contexts import Text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probed:
-    """Results of the probes: fields of the inspection, and what extends its table and its matrices."""
+    """Results of the probes: fields of the inspection, and values for its table and its matrices."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     distances: Mapping[AttentionSite, Tensor] = field(default_factory=dict)
@@ -52,9 +53,9 @@ class _Probed:
 
 @dataclass(eq=False)
 class InspectionRun:
-    """One run of `inspect`: what is collected of the text, and the result of that and the probes.
+    """One run of `inspect`: collectors for the text, the probes, and the result of both.
 
-    `text_pass` reads the text, or a shard of it; `finish` takes the observations of all of it.
+    `text_pass` reads the text, or a shard of it; `finish` takes the observations of the whole text.
     """
 
     settings: Settings
@@ -65,9 +66,9 @@ class InspectionRun:
     sample: TokenSample | None
     text_pass: TextPass
     began: float
-    interrupted: bool = False
-    is_read: bool = True  # to the end of the text; an interrupt may also end what follows
-    across: Reason | None = None  # method by which pairs of different layers were found
+    interrupted: bool = False  # in the text or in the probes
+    is_read: bool = True  # whether the text was read to its end
+    pairs_by: Reason | None = None  # method by which pairs of heads of different layers were found
     read_digest: str | None = None  # of the text that was read
 
     @classmethod
@@ -92,7 +93,7 @@ class InspectionRun:
         """Run the probes, unless the pass over the text was interrupted, and assemble the result."""
         self.interrupted, self.is_read = not read.complete, read.complete
         self.read_digest = self.reader.text.digest if self.is_read else read.digest
-        observations, head_projections, sample = read.observations, self.head_projections, self.sample
+        observations, head_projections = read.observations, self.head_projections
         if non_finite := layer_similarity.non_finite_heads(observations.collected):
             self.probes.left_out.append(Reason("non_finite", {"heads": non_finite}))
         matrices, output_columns = layer_similarity.relations_of(observations.collected, head_projections)
@@ -111,7 +112,7 @@ class InspectionRun:
         importance, measured = None, dict[str, int]()
         if not self.interrupted:
             try:
-                probed = self.probe(observations, head_projections, sample)
+                probed = self.probe(observations)
                 columns.append(self.probes.copying_circuits(head_projections))
                 columns.append(layer_similarity.pronoun_columns(probed.pronouns, evidence_of(observations.collected)))
                 columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
@@ -140,18 +141,12 @@ class InspectionRun:
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
 
-    def probe(
-        self,
-        observations: Observations,
-        head_projections: Mapping[AttentionSite, HeadProjections],
-        sample: TokenSample | None,
-    ) -> _Probed:
-        probes = self.probes
+    def probe(self, observations: Observations) -> _Probed:
+        """Run all probes but importance; roles and pairs also use the observations of the text."""
+        probes, sample = self.probes, self.sample
         fields: dict[str, Any] = {"examples": probes.examples()}
         distances, repeated = probes.distances(), probes.repeated(self.loaded.model)
-        reference: tuple[HeadRoles, ...] = ()
-        if self.settings.chance:
-            reference = probes.chance()
+        reference: tuple[HeadRoles, ...] = probes.chance() if self.settings.chance else ()
         pronouns = probes.pronouns()
         fields["roles"] = head_roles(
             evidence_of(observations.collected),
@@ -162,18 +157,19 @@ class InspectionRun:
         )
         if sample is not None:
             fields["pairs"] = cross_layer_similarity.pairs(
-                observations.collected, sample, head_projections, probes.watched_sample
+                observations.collected, sample, self.head_projections, probes.watched_sample
             )
-            self.across = cross_layer_similarity.method(sample)
+            self.pairs_by = cross_layer_similarity.method(sample)
         return _Probed(fields, distances, pronouns)
 
     def facts(self, observations: Observations) -> dict[str, Any]:
+        """Return `Inspection.facts`, but those of importance."""
         tokens = max((int(x.compute()["tokens"].max()) for x in observations.sites), default=0)
         return {
             "model": str(self.loaded),
             "name": self.settings.model or self.loaded.name,
             "kind": self.loaded.kind,
-            **_sizes(self.loaded.model),
+            **_model_facts(self.loaded.model),
             "documents": len(self.reader.text.documents),
             "contexts": len(self.reader.contexts),
             "context": self.reader.text.length,
@@ -181,7 +177,7 @@ class InspectionRun:
             "text": self.read_digest,
             "unknown": self.reader.unknown,
             "intervals_over": "contexts" if self.reader.counts_contexts else "documents",
-            "pairs_by": self.across,
+            "pairs_by": self.pairs_by,
             "chance": self.settings.chance,
             "materialised": len(self.text_pass.materialised),
             "interrupted": self.interrupted,
@@ -211,15 +207,17 @@ def _collectors(
 
 
 def _loss_facts(importance: Importance | None) -> dict[str, Any]:
-    """Return the loss by which importance was measured and, unless it is a change, its mean and sums by document."""
+    """Return the loss by which importance was measured, with its mean and its sums by document.
+
+    "representation" has neither: it compares with the intact model, whose own loss is therefore 0.
+    """
     if importance is None or importance.loss == "representation":
         return {"loss": importance and importance.loss}
     sums = torch.stack([importance.intact, importance.weights], -1)
     return {"loss": importance.loss, "mean_loss": importance.intact_loss, "document_losses": sums.tolist()}
 
 
-def _sizes(model: Any) -> dict[str, Any]:
-    """Return the facts by which two runs are known to be of the same model."""
+def _model_facts(model: Any) -> dict[str, Any]:
+    """Return the sizes that must agree in a comparison of two runs, and whether heads were edited."""
     config = model.config.get_text_config()
-    sizes = {name: getattr(config, name, None) for name in ("model_type", "hidden_size", "num_hidden_layers")}
-    return {**sizes, "edited": is_edited(model)}
+    return {**{name: getattr(config, name, None) for name in SIZES}, "edited": is_edited(model)}

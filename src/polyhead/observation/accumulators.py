@@ -1,8 +1,9 @@
 """Streaming accumulators: any split of the data, merged in any order, equals one pass.
 
-Each has three methods. `update` takes samples along the last axis, with weights, and returns the updated accumulator;
-`merge` combines two accumulators; `compute` returns the result. None of them synchronises with a device, and a sample
-of weight 0 is ignored, even if it is NaN. `state` and `with_state` convert to named tensors and back.
+`MeanAndStd` and `Maximum` have three methods. `update` takes samples along the last axis, with weights, and returns the
+updated accumulator; `merge` combines two accumulators; `compute` returns the result. A `Histogram` is made of all
+samples of a call by `Histogram.of`, merged, and read by `quantile`. None of them synchronises with a device, and a
+sample of weight 0 is ignored, even if it is NaN. `state` and `with_state` convert to named tensors and back.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Sums(NamedTensors):
             other: sums of other samples.
         """
         sums = {}
-        for (name, own), (_, others) in zip(self._parts(), other._parts(), strict=True):
-            sums[name] = own + others.to(own.device) if isinstance(own, Tensor) else own.merge(others)
+        for (name, own), (_, added) in zip(self._parts(), other._parts(), strict=True):
+            sums[name] = own + added.to(own.device) if isinstance(own, Tensor) else own.merge(added)
         return replace(self, **sums)
 
 
@@ -92,7 +93,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanAndStd(NamedTensors):
-    """Weighted mean and standard deviation, of any shape, in float64.
+    """Weighted mean and standard deviation, of any shape, in float64 (float32 on MPS).
 
     >>> import torch
     >>> first, second = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[6.0]])
@@ -155,7 +156,7 @@ class MeanAndStd(NamedTensors):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Maximum(NamedTensors):
-    """Maximum over samples of non-zero weight, in float64; -inf where there were none."""
+    """Maximum over samples of non-zero weight, in float64 (float32 on MPS); -inf where there were none."""
 
     largest: Tensor
 
@@ -204,11 +205,12 @@ class Histogram(Sums):
         """Return the histogram of samples [*shape, samples]; those that are not `counted` are ignored."""
         return cls(histogram(values, counted, cls.BINS))
 
-    def quantile(self, share: float) -> Tensor:
-        """Return a quantile, as `torch.quantile` defines it; NaN without samples and with one that is NaN."""
+    def quantile(self, q: float) -> Tensor:
+        """Return the q-quantile, as `torch.quantile` defines it; NaN without samples or if any sample is NaN."""
         cumulative = self.counts[..., :-1].cumsum(-1)
         total = cumulative[..., -1:]
-        rank = share * (total - 1).clamp_min(0).to(accumulator_dtype(total.device))
+        rank = q * (total - 1).clamp_min(0).to(accumulator_dtype(total.device))
+        # Middles of the bins of the two samples next to the rank, in bins.
         below, above = ((cumulative <= x).sum(-1) + 0.5 for x in (rank.floor(), rank.ceil()))
         value = torch.lerp(below.to(rank.dtype), above.to(rank.dtype), rank.frac()[..., 0]) / self.BINS
         return torch.where((total[..., 0] > 0) & (self.counts[..., -1] == 0), value, torch.nan)

@@ -31,17 +31,17 @@ class Call:
     columns: tuple[str, ...]
     requested: Statistics | None
     tokens: Tokens | Tensor | None  # source of the padding mask, or the mask itself
-    counts: bool = True
+    counts: bool = True  # False in recomputations, if `every` or `only_training` skips it, and for a gate alone
     has_collectors: bool = False  # whether collectors receive the full values and the log-sum-exp
     gate: Tensor | None = None  # [heads], [batch, heads] or [batch, heads, queries]
     learned_sinks: bool = False
     mask: Mask | None = None
-    statistics_mask: Mask | None = None  # that of the statistics, where `mask` marks no documents (`with_documents`)
+    statistics_mask: Mask | None = None  # that of the statistics, where it differs from `mask` (`with_documents`)
     sinks_in_view: Tensor | None = None  # [batch]; False where the cache has dropped the first keys of the sequence
-    differentiable: bool = False
-    keeper: ForwardRecorder | None = None
+    differentiable: bool = False  # whether statistics are computed with gradients, also in a recomputation
+    recorder: ForwardRecorder | None = None  # of `session.statistics`
     is_compiled: bool = False  # then the listener sets `gradient_hook` instead of registering it with the output
-    half_autocast: bool = False  # of compiled code; it runs without autocast
+    half_autocast: bool = False  # whether compiled code is in float16 autocast, which is off where its call is recorded
     gradient_hook: GradientHook | None = None
 
     @property
@@ -56,9 +56,9 @@ class Call:
         if self.statistics_mask is not None and (self.counts or self.has_listener or self.differentiable):
             attended = self._with_own_statistics(attended, self.statistics_mask)
             self.mask = self.statistics_mask
-        if self.keeper is not None and attended.result.statistics is not None and len(self.columns):
+        if self.recorder is not None and attended.result.statistics is not None and len(self.columns):
             heads = self.session.heads_of(self.site)
-            self.keeper.add(self, heads, self.columns, attended)
+            self.recorder.add(self, heads, self.columns, attended)
         if self.counts or self.has_listener:
             with torch.no_grad():
                 non_padding, rows = non_padding_rows(self.tokens), attended.result.statistics
@@ -71,10 +71,10 @@ class Call:
                     self.session.collect(self.site, attended, non_padding)
 
     def _with_own_statistics(self, attended: Attended, mask: Mask) -> Attended:
-        """Return a call with the statistics of its attention under another mask, and its own head outputs."""
+        """Return the call with statistics computed under another mask; head outputs and weights stay its own."""
         # A dispatch mode, as of selective checkpointing, would match these operators with those of the recomputation.
-        unseen: AbstractContextManager[Any] = nullcontext() if self.differentiable else _disable_current_modes()
-        with unseen, torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
+        no_modes: AbstractContextManager[Any] = nullcontext() if self.differentiable else _disable_current_modes()
+        with no_modes, torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
             result = attention(
                 attended.query,
                 attended.key,
@@ -107,4 +107,4 @@ class Plan:
     root: str  # path of the layer stack, whose self-attention and cross-attention share their queries
     columns: tuple[str, ...]
     requested: Statistics | None
-    chosen: bool
+    chosen: bool  # whether `layers` and `heads` of the session select the site

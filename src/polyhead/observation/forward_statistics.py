@@ -29,7 +29,7 @@ _COUNT = "visible_keys"
 class _Call:
     """One attention call of a site: its raw row statistics, head outputs and the data to correct them on access.
 
-    The correction is deferred to the access: inside a checkpointed layer it would add autograd operations that the
+    They are not corrected in the call, since inside a checkpointed layer that would add autograd operations that the
     recomputation does not have.
     """
 
@@ -59,11 +59,12 @@ class _Call:
     def counted(self, name: str) -> Tensor:
         """Return the rows to average, boolean [batch, heads, queries].
 
-        These are non-padding tokens with a visible key; normalized entropy needs at least two.
+        These are non-padding tokens with a visible key. Normalized entropy needs two, of which a learned sink is one.
         """
         keys = self.values(_COUNT)
-        counted = keys + int(self.learned_sinks) > 1 if name == SHARE else keys > 0
-        counted = counted & (keys > 0)
+        counted = keys > 0
+        if name == SHARE:
+            counted = counted & (keys + int(self.learned_sinks) > 1)
         return counted if self.non_padding is None else counted & self.non_padding[:, None]
 
 
@@ -80,12 +81,12 @@ class SiteRows:
     heads: tuple[int, ...]
     columns: tuple[str, ...]
     _calls: list[_Call]  # cleared on release
-    _which: int | None = None  # index of a single call; None for all
+    _index: int | None = None  # of a single call; None for all
 
     @property
     def calls(self) -> tuple[SiteRows, ...]:
         """The calls of the site in this forward, in order; most sites have one."""
-        if self._which is not None:
+        if self._index is not None:
             return (self,)
         return tuple(
             SiteRows(self.site, self.heads, self.columns, self._calls, index) for index in range(len(self._read()))
@@ -137,7 +138,7 @@ class SiteRows:
                 "statistics are released when the model's next forward begins and when the session exits, "
                 f"got an access to {self.site.name!r} afterwards; read session.statistics right after the forward"
             )
-        return self._calls if self._which is None else [self._calls[self._which]]
+        return self._calls if self._index is None else [self._calls[self._index]]
 
     def _only(self, name: str) -> _Call:
         calls = self._read()
@@ -238,8 +239,8 @@ class ForwardRecorder:
         self._missing = "no forward of the model has finished yet"
 
     @classmethod
-    def requested(cls, keep: object, wanted: StatisticsRequest) -> Self | None:
-        """Parse the `keep_statistics` argument of `observe`; None if nothing is kept."""
+    def from_option(cls, keep: object, wanted: StatisticsRequest) -> Self | None:
+        """Return the recorder for a value of `keep_statistics`, which is checked; None if nothing is kept."""
         if not isinstance(keep, bool) or (keep and not len(wanted.names)):
             named = ", ".join(wanted.names) or "none"
             raise OptionError(

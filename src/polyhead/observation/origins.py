@@ -13,8 +13,8 @@ from torch import nn
 from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadOrigins
 
-ATTRIBUTE = "polyhead_origins"  # on an attention module
-IN_CONFIG = "polyhead_heads"  # keyed by module path
+ATTRIBUTE = "polyhead_origins"  # name of the attribute of an attention module
+IN_CONFIG = "polyhead_heads"  # name of the entry of a config, a dictionary by module path
 
 
 def origins_of(model: nn.Module, path: str, module: nn.Module, num_heads: int) -> HeadOrigins | None:
@@ -42,8 +42,10 @@ def config_entry(origins: dict[str, HeadOrigins]) -> dict[str, Any] | None:
 
 def is_edited(model: nn.Module) -> bool:
     """Return whether any layer of the model has edited heads."""
-    on_modules = any(hasattr(module, ATTRIBUTE) for module in model.modules())
-    return on_modules or any(getattr(getattr(module, "config", None), IN_CONFIG, None) for module in model.modules())
+    return any(
+        hasattr(module, ATTRIBUTE) or getattr(getattr(module, "config", None), IN_CONFIG, None)
+        for module in model.modules()
+    )
 
 
 def _in_configs(model: nn.Module, path: str, num_heads: int) -> HeadOrigins | None:
@@ -60,9 +62,7 @@ def _in_configs(model: nn.Module, path: str, num_heads: int) -> HeadOrigins | No
 
 def _in_config(config: Any, path: str, num_heads: int) -> HeadOrigins | None:
     """Look up a layer in the config; paths may differ by a prefix if the config was saved by another class."""
-    entries = getattr(config, IN_CONFIG, None)
-    if not entries:
-        return None
+    entries = getattr(config, IN_CONFIG)
     if not isinstance(entries, dict):
         raise OptionError(f"{IN_CONFIG} in a config must map layer paths to entries, got {entries!r}")
     matches = [x for name, x in entries.items() if name == path or f".{path}".endswith(f".{name}")]
@@ -73,5 +73,5 @@ def _in_config(config: Any, path: str, num_heads: int) -> HeadOrigins | None:
         origins = HeadOrigins.from_dict(matches[0])
     except ShapeError as error:
         raise OptionError(f"{IN_CONFIG} in a config must list the original heads, got for {path}: {error}") from None
-    # A freshly initialised model with this config has its own heads.
+    # A model that was newly created from this config has other numbers of heads, all of them original.
     return origins if len(matches) == 1 and len(origins.heads) == num_heads else None

@@ -164,7 +164,7 @@ class Session:
         checked_integer("every", every, at_least=1, error=OptionError)
         self.model = model
         self.wanted = StatisticsRequest.of(statistics)
-        self._keeper = ForwardRecorder.requested(keep_statistics, self.wanted)
+        self._recorder = ForwardRecorder.from_option(keep_statistics, self.wanted)
         self.adapters = {} if adapters is None else dict(adapters)
         self.collectors = check_collectors(collect)
         self.every = every
@@ -190,7 +190,7 @@ class Session:
         self._call_contexts: dict[int, transformers_models.CallContext] = {}
         self._undo: ExitStack | None = None
         self._thread = OneThread()
-        is_plain = not len(self.collectors) and self._keeper is None
+        is_plain = not len(self.collectors) and self._recorder is None
         self._managers = Managers(self._thread.forget, is_supported=is_plain)
         self.only_training = False  # count forwards of the model in training mode alone
         # Called with every call, its attention and its non-padding rows, also in recomputations; in evaluation unless
@@ -271,8 +271,8 @@ class Session:
                 self._watch_compiled(self.compiled, undo)
                 self._undo = undo.pop_all()
                 return self
-            if self._keeper is not None:
-                undo.enter_context(self._keeper.watching(self.model))
+            if self._recorder is not None:
+                undo.enter_context(self._recorder.watching(self.model))
             if len(self._interface_modules):
                 modules, check = self._interface_modules, self._managers.check_call
                 undo.enter_context(original_attention(self.model))
@@ -433,11 +433,11 @@ class Session:
         counts = not is_recomputation and is_due and (self.model.training or not self.only_training)
         for counter in (tally.calls, tally.begun):
             counter[site] += not is_recomputation
-        if not counts and not torch.is_grad_enabled() and self._keeper is None:
+        if not counts and not torch.is_grad_enabled() and self._recorder is None:
             return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         has_collectors = len(self.collectors) > 0
         call = Call(self, site, columns, plan.requested, tokens, counts, has_collectors, gate, learned_sinks)
-        call.differentiable, call.keeper = self._keeper is not None, None if is_recomputation else self._keeper
+        call.differentiable, call.recorder = self._recorder is not None, None if is_recomputation else self._recorder
         return call
 
     def withdraw(self, call: ObservedCall) -> None:
@@ -667,9 +667,9 @@ class Session:
     @property
     def statistics(self) -> ForwardStatistics:
         """Differentiable per-row statistics of the last forward, by site; needs `observe(keep_statistics=True)`."""
-        if self._keeper is None:
+        if self._recorder is None:
             raise OptionError(NOT_REQUESTED)
-        return self._keeper.read()
+        return self._recorder.read()
 
     @property
     def profile(self) -> HeadProfile:

@@ -31,12 +31,13 @@ def agreed(
     *,
     check: bool = True,
 ) -> Result:
-    """Return what `prepare` returns first, after comparing the rest with the other ranks.
+    """Return the result of `prepare`, once the ranks have compared what else it returns.
 
     Args:
         group: the ranks.
-        like: a tensor on the device from which digests are sent; anything else is left to `prepare` to refuse.
-        prepare: validates the arguments; returns a result, arguments by name, and tensors whose values must be equal.
+        like: a tensor on the device from which digests are sent; `prepare` must raise if it is none.
+        prepare: validates the arguments; returns (result, arguments as text by name, tensors): text and the values of
+            tensors must be equal on all ranks.
         check: compare; otherwise `prepare` is called and nothing is sent.
 
     Raises:
@@ -65,14 +66,14 @@ def agreed(
 
 
 def check_local(*tensors: Tensor) -> None:
-    """Raise `OptionError` if a tensor is a DTensor: the functions of this package take what a rank holds."""
+    """Raise `OptionError` if a tensor is a DTensor: context parallel functions take the tokens of a rank."""
     module = sys.modules.get("torch.distributed.tensor")  # imported if there is any
     if module is not None and any(isinstance(x, module.DTensor) for x in tensors):
         raise OptionError("a rank passes the tokens that it holds as plain tensors, got a DTensor; use x.to_local()")
 
 
 def _disagreement(everyone: list[tuple[dict[str, str], int]]) -> str:
-    """Return the message that names a rank and the argument in which it differs from rank 0."""
+    """Return a message that names a rank and the argument in which it differs from rank 0, or which it refused."""
     size = len(everyone)
     for rank, (fields, _) in enumerate(everyone):
         if "error" in fields:
@@ -103,7 +104,7 @@ def checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a hash of the values and the order of all elements, int64 [1].
 
     Args:
-        tensors: tensors of any dtypes.
+        tensors: real tensors of at least 16 bits, integers or booleans.
         device: device of the result.
     """
     total = torch.zeros(1, dtype=torch.int64, device=device)
@@ -121,7 +122,7 @@ def _exchange(group: RankGroup, digest: Tensor) -> list[Tensor]:
     """Return the digests of all ranks, on the CPU."""
     others = [rank for rank in range(group.size) if rank != group.rank]
     digests = [digest if rank == group.rank else torch.empty_like(digest) for rank in range(group.size)]
-    # Messages of their own rather than an all-gather: one that does not arrive names its rank.
+    # One message per pair of ranks rather than an all-gather: one that does not arrive names its rank.
     operations = [group.receive(digests[rank], rank) for rank in others] + [group.send(digest, rank) for rank in others]
     group.start(operations).wait()
     return list(torch.stack(digests).cpu())

@@ -45,11 +45,11 @@ _PLACES = {
 }
 
 
-def _where(machines: tuple[MachinePoint, ...], phase: int) -> Text:
-    """Return the memory sizes into which a phase fits, in which it is tight, and into which it does not fit."""
+def _where(machines: tuple[MachinePoint, ...], index: int) -> Text:
+    """Return the memory sizes into which the phase of an index fits, in which it is tight, and into which not."""
     groups: dict[str, dict[str, list[str]]] = {verdict: {} for verdict in _PLACES}
     for point in sorted(machines, key=lambda point: point.memory_bytes):
-        sizes = groups[point.phases[phase].verdict(point.memory_bytes)]
+        sizes = groups[point.phases[index].verdict(point.memory_bytes)]
         sizes.setdefault(decimal_size(point.memory_bytes), []).append(point.machine.name)
     parts = [
         _PLACES[verdict].format(places=", ".join(f"{memory} ({', '.join(names)})" for memory, names in sizes.items()))
@@ -81,21 +81,21 @@ def speed(plan: Plan, comparison: Comparison) -> list[Text]:
     sentences = []
     for index, phase in enumerate(plan.phases):
         by_time = sorted((_device_seconds(x.phases[index]), x.machine.name, x.machine.kind) for x in timed)
-        (low, fast, first), (high, slow, last) = by_time[0], by_time[-1]
+        (low, fast, fast_kind), (high, slow, slow_kind) = by_time[0], by_time[-1]
         name, kinds = words.title(plan, phase), words.KINDS
         sentences.append(
             Text(
-                f"{name.en}, device time of attention alone: {seconds(low)} on {fast} ({kinds[first].en}) to "
-                f"{seconds(high)} on {slow} ({kinds[last].en}).",
-                f"{name.zh}，仅注意力的设备时间：从 {fast}（{kinds[first].zh}）的 {seconds(low)} 到 "
-                f"{slow}（{kinds[last].zh}）的 {seconds(high)}。",
+                f"{name.en}, device time of attention alone: {seconds(low)} on {fast} ({kinds[fast_kind].en}) to "
+                f"{seconds(high)} on {slow} ({kinds[slow_kind].en}).",
+                f"{name.zh}，仅注意力的设备时间：从 {fast}（{kinds[fast_kind].zh}）的 {seconds(low)} 到 "
+                f"{slow}（{kinds[slow_kind].zh}）的 {seconds(high)}。",
             )
         )
     return sentences
 
 
 def machine_words(machine: MachineSummary) -> Text:
-    """Return a machine's name, and in brackets what its times rest on."""
+    """Return a machine's name, and in brackets the source of its times and their error."""
     kind, error = words.KINDS[machine.kind], error_words(machine)
     return Text(f"{machine.name} ({kind.en}, {error.en})", f"{machine.name}（{kind.zh}，{error.zh}）")
 
@@ -107,7 +107,7 @@ def error_words(machine: MachineSummary) -> Text:
 
 
 def tokens_per_second(plan: Plan, phase: PhasePlan) -> str:
-    """Return the tokens per second of device time: of all sequences, and of a decode step the new ones."""
+    """Return the tokens per second of device time, over the batch; a decode step has one token per sequence."""
     tokens = plan.batch * (1 if phase.phase == "decode" else plan.context)
     return count(tokens / _device_seconds(phase))
 
@@ -149,18 +149,18 @@ def layout(plan: Plan, comparison: Comparison) -> list[Text]:
     """Return how the planned layout compares with MHA and MQA of the same heads."""
     planned = next((point for point in comparison.layouts if point.is_planned), None)
     if planned is None:
-        refused = Text(
+        not_compared = Text(
             "These layers are another variant, or differ in their heads: they are not compared with MHA, GQA and MQA.",
             "这些层是另一种变体，或各层的头不同，因此未与 MHA、GQA 和 MQA 比较。",
         )
-        below = Text(" Layouts of the same width and cache are listed below.", "下面列出宽度和缓存相同的布局。")
-        return [refused if comparison.choices is None else _join(refused, below)]
+        listed = Text(" Layouts of the same width and cache are listed below.", "下面列出宽度和缓存相同的布局。")
+        return [not_compared if comparison.choices is None else _join(not_compared, listed)]
     lead = Text(f"{plan.model.name} is {_kind_words(planned).en}", f"{plan.model.name} 是 {_kind_words(planned).zh}")
     if planned.cache_bytes_per_token:
         lead = _join(lead, _cache_words(planned, comparison.layouts))
     else:
-        many = f"{count(planned.parameters)}"
-        lead = _join(lead, Text(f": {many} parameters and no cache.", f"：{many} 个参数，没有缓存。"))
+        parameters = count(planned.parameters)
+        lead = _join(lead, Text(f": {parameters} parameters and no cache.", f"：{parameters} 个参数，没有缓存。"))
     return [lead, *_decode_words(planned, comparison.layouts, plan)]
 
 
@@ -187,7 +187,7 @@ def _ratio_words(own: int, other: int, name: str) -> Text:
 
 
 def _decode_words(planned: LayoutPoint, layouts: tuple[LayoutPoint, ...], plan: Plan) -> list[Text]:
-    """Return the time of the last phase against that of MHA and MQA, if the plan has times."""
+    """Compare the device time of the last phase with that of MHA and MQA; empty if the plan has no times."""
     timing = plan.phases[-1].timing
     if plan.machine is None or timing is None:
         return []

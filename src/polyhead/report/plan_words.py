@@ -31,7 +31,7 @@ def fit_scope(plan: Plan) -> Text:
 
 
 def counted(plan: Plan, phase: PhasePlan) -> Text:
-    """Return what the memory that a phase needs consists of."""
+    """Return the parts of the memory that a phase needs."""
     chinese = "仅注意力"
     if plan.model.other_parameters is not None:
         parts = "权重、梯度和 AdamW 状态（每个参数 8 字节）" if phase.phase == "training" else "权重"

@@ -9,10 +9,10 @@ from polyhead.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `index`, from 0, of `count`: every `count`-th batch of a text, whose batches are those of the whole.
+    """Every `count`-th batch of a text, from batch `index` on; the text is cut into the same batches for every count.
 
-    Batches of a text are ordered by length in long stretches, so that shards differ by at most one batch in number and
-    little in tokens.
+    Shards of a text differ by at most one batch. They differ little in tokens, since neighbouring batches have contexts
+    of about the same length: contexts are sorted by length within long stretches of the text.
 
     >>> [batch for batch in range(7) if Shard(1, 3).has(batch)]
     [1, 4]

@@ -34,13 +34,13 @@ def eager_weights(viewed, trace):
         inputs["decoder_input_ids"] = torch.tensor([trace.target_ids])
     try:
         with torch.no_grad():
-            found = model(**inputs)
+            output = model(**inputs)
     finally:
         set_attention(model, before)
     if trace.target_ids is None:
-        return [x[0] for x in found.attentions]
-    decoder = [x for pair in zip(found.decoder_attentions, found.cross_attentions, strict=True) for x in pair]
-    return [x[0] for x in (*found.encoder_attentions, *decoder)]
+        return [x[0] for x in output.attentions]
+    decoder = [x for pair in zip(output.decoder_attentions, output.cross_attentions, strict=True) for x in pair]
+    return [x[0] for x in (*output.encoder_attentions, *decoder)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,11 +78,11 @@ def test_ablation_equals_a_session_with_head_gates(viewed, kind):
     if trace.target_ids is not None:
         inputs["decoder_input_ids"] = torch.tensor([trace.target_ids])
     with torch.no_grad(), session:
-        found = model.model(**inputs)
+        output = model.model(**inputs)
     if kind == "bert":
-        expected = found.last_hidden_state[0].mean(0)
+        expected = output.last_hidden_state[0].mean(0)
     else:
-        expected = found.logits[0, trace.output.position if kind == "masked" else -1].log_softmax(-1)
+        expected = output.logits[0, trace.output.position if kind == "masked" else -1].log_softmax(-1)
     torch.testing.assert_close(trace.output.values, expected, atol=1e-6, rtol=1e-5)
     # The first layer is unchanged, later ones are not.
     assert torch.equal(all_weights(whole, 0), all_weights(trace, 0))
@@ -106,8 +106,7 @@ def test_an_effect_is_the_divergence_of_the_two_distributions(viewed):
     for entry in change["top"]:
         assert entry["before"] == pytest.approx(float(p[entry["id"]]), rel=1e-5)
         assert entry["text"].strip() == small_models.NAMES[entry["id"]]
-    nothing = difference(trace.output, trace.output)
-    assert nothing["divergence"] == 0.0
+    assert difference(trace.output, trace.output)["divergence"] == 0.0
 
 
 def test_difference_of_embeddings_is_their_cosine(viewed):
@@ -162,7 +161,7 @@ def test_chosen_token_is_appended(viewed):
         model.step(trace, 5000, lambda done, total: None)
 
 
-def test_only_causal_models_generate(viewed):
+def test_an_encoder_does_not_generate(viewed):
     model = viewed("bert")
     assert not model.generates
     with pytest.raises(RequestError, match="encoder"):
@@ -171,13 +170,14 @@ def test_only_causal_models_generate(viewed):
 
 def test_long_text_is_truncated_and_the_trace_says_so(viewed):
     text = " ".join(["w1"] * 300)
-    closed, open_ended = viewed("bert").trace("A", text, ()), viewed("llama", context=41).trace("A", text, ())
-    assert closed.to_dict()["cut"] == {"tokens_in_text": 302, "tokens_read": 130}
-    assert closed.text.tokens[-1] == "[SEP]"
-    assert open_ended.to_dict()["cut"] == {"tokens_in_text": 301, "tokens_read": 41}
-    assert open_ended.text.tokens[-1] == "w1"
+    # bert ends a text with [SEP], llama with its last token.
+    bert, llama = viewed("bert").trace("A", text, ()), viewed("llama", context=41).trace("A", text, ())
+    assert bert.to_dict()["cut"] == {"tokens_in_text": 302, "tokens_read": 130}
+    assert bert.text.tokens[-1] == "[SEP]"
+    assert llama.to_dict()["cut"] == {"tokens_in_text": 301, "tokens_read": 41}
+    assert llama.text.tokens[-1] == "w1"
     with pytest.raises(RequestError, match="at most 41 tokens"):
-        viewed("llama", context=41).step(open_ended, None, lambda done, total: None)
+        viewed("llama", context=41).step(llama, None, lambda done, total: None)
 
 
 def test_tokens_have_their_spans_in_the_text(viewed):

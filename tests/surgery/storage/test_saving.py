@@ -1,4 +1,4 @@
-"""Saving: the requested form or the rule that forbids it, all files of a model, atomically."""
+"""Saving: the requested form or the reason why it is impossible, all files of a model, atomically."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def native(model, folder: Path):
 
 
 UNEDITED = [("uneven", name) for name in ("llama", "gpt2", "bert", "bart", "mixtral", "clip")]
-# What transformers loads is written alike for both forms.
+# The uniform and the padded form of an unedited model are written by the same code: one of them for each family.
 UNEDITED += [("uniform", name) for name in ("llama", "bert", "clip")]
 UNEDITED += [("padded", name) for name in ("gpt2", "bart", "mixtral")]
 
@@ -97,7 +97,7 @@ def test_the_form_is_uniform_unless_another_is_requested(tmp_path):
 @pytest.mark.parametrize(
     ("name", "edits", "words"),
     [
-        # Its config takes 3 heads while it lives and refuses them when it is read again.
+        # The config in memory has 3 heads, but its class refuses them when the saved config is read.
         ("llama", [ReorderHeads(0, (2, 3, 0, 1)), PruneHeads(0, (0,)), PruneHeads(1, (0,))], r"reads \[0, 1, 1\]"),
         ("bert", [PruneHeads(layer, (0, 1)) for layer in range(2)], "gives 2 heads of 16 channels .* has 2 heads of 8"),
         ("bert", [PruneHeads(layer, (0,)) for layer in range(2)], r"cannot be built: .*multiple of"),
@@ -114,7 +114,7 @@ def test_the_form_is_uniform_unless_another_is_requested(tmp_path):
         ("llama", [PruneHeads(0, (0, 1))], r"got 2 over 1 KV heads \(layer 0\) and 4 over 2 KV heads \(the others\)"),
     ],
 )
-def test_a_uniform_form_that_cannot_be_is_refused_by_its_rule(name, edits, words, tmp_path):
+def test_a_uniform_form_that_does_not_exist_is_refused_with_the_reason(name, edits, words, tmp_path):
     model = build(FAMILIES[name], dtype=torch.float32)
     apply(model, edits)
     with pytest.raises(OptionError, match=f"plain transformers must load the uniform form: .*{words}"):
@@ -127,9 +127,9 @@ def test_heads_that_do_not_divide_the_width_are_refused_although_their_width_is_
     model = llama(6, 6, name=name)
     before = model.config.to_dict()
     apply(model, [PruneHeads(layer, (0,)) for layer in range(2)])
-    held = model.config.to_dict()
-    assert held.pop("polyhead_heads")  # the original heads, which native classes pass over
-    assert held == before  # no config can say it, so that none is changed
+    config = model.config.to_dict()
+    assert config.pop("polyhead_heads")  # the original heads, which native classes ignore
+    assert config == before  # no config describes these heads, so the rest of it is unchanged
     with pytest.raises(OptionError, match="not a multiple of the number of attention heads"):
         save(model, tmp_path / "model", form="uniform")
     padded = save(model, tmp_path / "model", form="padded")
@@ -138,18 +138,18 @@ def test_heads_that_do_not_divide_the_width_are_refused_although_their_width_is_
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "cohere"])
-def test_heads_that_do_not_divide_the_width_are_stock_where_nobody_minds(name, tmp_path):
+def test_heads_that_do_not_divide_the_width_are_uniform_where_the_config_takes_them(name, tmp_path):
     model = llama(6, 6, name=name)
     apply(model, [PruneHeads(layer, (0,)) for layer in range(2)])
     save(model, tmp_path / "model", form="uniform")
-    found = native(model, tmp_path / "model")
-    assert found.config.num_attention_heads == 5
+    loaded = native(model, tmp_path / "model")
+    assert loaded.config.num_attention_heads == 5
     family = models.Family(name, "decoder", FAMILIES[name].options)
-    found.set_attn_implementation("eager")
-    torch.testing.assert_close(result_of(found, family), result_of(model, family), rtol=1e-5, atol=1e-5)
+    loaded.set_attn_implementation("eager")
+    torch.testing.assert_close(result_of(loaded, family), result_of(model, family), rtol=1e-5, atol=1e-5)
 
 
-def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
+def test_padding_takes_the_smallest_native_layout_that_fits(tmp_path):
     model = llama(12, 6, 96)
     record = apply(model, [PruneHeads(0, (0, 1, 2, 3, 4, 5)), PruneHeads(1, (0, 1, 2, 3, 5, 7))])
     assert [layer.layout.num_heads for layer in find_layers(model)] == [6, 6]
@@ -157,24 +157,24 @@ def test_padding_takes_the_smallest_stock_shape_there_is_room_in(tmp_path):
     expected = result_of(load(save(model, tmp_path / "uneven", form="uneven").folder), FAMILIES["llama"])
     saved = save(model, tmp_path / "padded", form="padded", record=record)
     small = native(model, saved.folder)
-    # Four groups of two hold both layers; KV heads that few read fill a group with zeros.
+    # Four groups of two heads fit both layers; groups of KV heads with fewer heads are filled with zero heads.
     assert (small.config.num_attention_heads, small.config.num_key_value_heads) == (8, 4)
     torch.testing.assert_close(result_of(small, FAMILIES["llama"]), expected, rtol=1e-4, atol=1e-5)
     back = load(saved.folder)
     assert fingerprint(back) == fingerprint(model)
     undo(back, load_record(saved.folder))
-    assert back.config.num_attention_heads == 12  # also what padding changed in the config is taken back
+    assert back.config.num_attention_heads == 12  # undo also reverts what padding changed in the config
     assert fingerprint(back) == record.before
 
 
-def test_grown_heads_find_no_room_where_the_width_is_tied_to_them(tmp_path):
+def test_grown_heads_are_not_padded_where_the_head_dim_follows_from_the_width(tmp_path):
     model = build(FAMILIES["bert"], dtype=torch.float32)
     apply(model, [ReviveHeads(0, 1)])
     with pytest.raises(OptionError, match=r"holds 4 heads of 8 channels over 4 KV heads, but .* has 5 of 8"):
         save(model, tmp_path / "model", form="padded")
 
 
-def test_what_belongs_to_a_model_travels_along(tmp_path):
+def test_generation_config_tokenizer_and_side_files_are_saved_too(tmp_path):
     model = llama()
     model.generation_config.max_new_tokens = 17
     record = apply(model, [PruneHeads(0, (0, 1))])
@@ -190,9 +190,9 @@ def test_what_belongs_to_a_model_travels_along(tmp_path):
     (tmp_path / "uneven" / "pytorch_model.bin").write_bytes(b"old")
     (tmp_path / "uneven" / ".cache").mkdir()
     copied = save(model, tmp_path / "copied", form="uneven", tokenizer=SideFiles(tmp_path / "uneven")).folder
-    found = {str(file.relative_to(copied)) for file in copied.rglob("*") if file.is_file()}
+    files = {str(file.relative_to(copied)) for file in copied.rglob("*") if file.is_file()}
     own = {"config.json", "generation_config.json", "polyhead.json", "polyhead.safetensors", "polyhead-files.json"}
-    assert found == {*own, "1_Pooling/config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert files == {*own, "1_Pooling/config.json", "tokenizer.json", "tokenizer_config.json"}
     assert load_record(copied) is None
 
 
@@ -211,7 +211,7 @@ def test_tied_weights_are_written_once(tmp_path):
     assert back.lm_head.weight is back.transformer.wte.weight
 
 
-def test_a_table_that_its_class_computes_anew_is_kept_where_it_was_changed(tmp_path):
+def test_a_changed_table_that_native_classes_recompute_needs_the_uneven_form(tmp_path):
     model = build(FAMILIES["marian"], dtype=torch.float32)
     with torch.no_grad():
         model.model.encoder.embed_positions.weight.add_(1)
@@ -244,7 +244,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_nothing_is_written_over_unless_told_and_never_over_the_origin(tmp_path):
+def test_a_folder_is_replaced_only_on_request_and_never_the_source(tmp_path):
     model = llama()
     save(model, tmp_path / "one")
     with pytest.raises(OptionError, match="which holds files; choose another one"):
@@ -278,16 +278,17 @@ def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_
     if replaced:
         earlier = apply(old, [PruneHeads(0, (0,))])
         save(old, place, form="uneven", record=earlier)
-    kept = contents(tmp_path)
+    before = contents(tmp_path)
     assert not replaced or fingerprint(load(place)) == earlier.after
     monkeypatch.setattr(saving, "_read_back", lambda *_: None)  # takes most of the time, and the model is loaded below
     watched = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "replace"), (json, "dumps"), (folders, "_exchange")]
-    left: list[int] = []
+    calls_left = 0
 
     def interrupting(function):
         def call(*given, **named):
-            left[0] -= 1
-            if left[0] < 0:
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left < 0:
                 raise Interruption
             return function(*given, **named)
 
@@ -296,22 +297,22 @@ def test_an_interruption_at_any_write_leaves_what_was_there(form, replaced, tmp_
     for owner, name in watched:
         monkeypatch.setattr(owner, name, interrupting(getattr(owner, name)))
     for moment in range(200):
-        left[:] = [moment]
+        calls_left = moment
         try:
             save(new, place, form=form, record=record, tokenizer=words, replace=replaced)
         except Interruption:
-            left[:] = [10**6]
-            # The last moments come after the folder has its name.
-            there = sorted(path.name for path in tmp_path.iterdir())
-            assert there in (["model", "model.undo"], [] if not replaced else None)
-            if contents(tmp_path) == kept:
+            calls_left = 10**6
+            names = sorted(path.name for path in tmp_path.iterdir())
+            assert names == ["model", "model.undo"] or (names == [] and not replaced)
+            if contents(tmp_path) == before:
                 continue
+            # Interrupted after the rename, everything is there.
             assert fingerprint(load(place)) == after
             assert load_record(place).after == after
             assert len(list((tmp_path / "model.undo").iterdir())) == 1
             break
     else:
-        pytest.fail("the writes never ended")
+        pytest.fail("the writes did not end within 200 calls")
     assert moment > 8
 
 

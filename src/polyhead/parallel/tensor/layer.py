@@ -52,7 +52,7 @@ class HeadParallelism:
     shards: dict[str, ParameterShard]
     sequence_parallel: bool
     maps: int  # softmax maps of a head
-    shares_one_source: bool  # all heads read one KV head, which every rank has
+    is_multi_query: bool  # all heads read one KV head, which every rank has
 
     @property
     def heads(self) -> range:
@@ -120,7 +120,7 @@ class HeadParallelLayer(BaseAttention):
             )
 
     def _check_ranks(self, arguments: dict[str, Any], names: list[str]) -> None:
-        """Raise the same error on every rank if their calls differ; on devices, where it would wait, nothing."""
+        """Raise the same error on every rank if their calls differ. GPUs are not checked: it would wait for them."""
         if not all(arguments[name].is_cpu for name in names):
             return
         # None and False are the defaults; without dropout a seed has no effect.
@@ -129,7 +129,7 @@ class HeadParallelLayer(BaseAttention):
         facts |= {"observed": str(self._listener is not None), "training": str(self.training)}
         facts |= {"autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off"}
         compared = {name: given[name] for name in _COMPARED if name in given}
-        # Of the layer what may have changed since it was distributed.
+        # Attributes of the layer may have been changed since it was distributed.
         facts |= {f"{name} of the layer": repr(getattr(self, name)) for name in LAYER_OPTIONS}
         facts["dtype of the layer"] = str(self.out_proj.weight.dtype)  # type: ignore[union-attr]
         compared |= {f"{name} of the layer": getattr(self, name) for name in (GATE, "mask")}
@@ -142,7 +142,7 @@ class HeadParallelLayer(BaseAttention):
         check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
     def _inputs(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the whole sequence, whose gradients are those of all ranks."""
+        """Return the inputs over the whole sequence; their gradients are summed over the ranks."""
         parallelism = self.parallelism
         ranks, sequence = parallelism.ranks, parallelism.sequence_parallel
         placement = Shard(1) if sequence else Replicate()
@@ -163,7 +163,7 @@ class HeadParallelLayer(BaseAttention):
         return self._shared(*plain)
 
     def _shared(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors that all ranks hold, with gradients that are summed over ranks."""
+        """Return replicated tensors, unchanged, with gradients that are summed over the ranks."""
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return tensors
         return sum_gradients(self.parallelism.ranks, *tensors)
@@ -212,14 +212,14 @@ class HeadParallelLayer(BaseAttention):
             )
         shards = {name: parallelism.shards[name] for name in parameters if name in parallelism.shards}
         local = {name: shard.local(parameters[name], rank) for name, shard in shards.items()}
-        # The output bias is added to the sum, and the gradient of the gate is summed with those of other gates.
+        # The output bias is added in `_output`; gradients of gates are summed in `_gate`.
         shared = [name for name, shard in shards.items() if shard.is_summed]
         summed = self._shared(*(local[name] for name in shared)) if shared else ()
         local |= {name: parallelism.shards[name].select(x) for name, x in zip(shared, summed, strict=True)}
         return {**local, OUTPUT_BIAS: None}
 
     def _output(self, output: Tensor) -> Tensor:
-        """Return the sum of the outputs of all ranks' heads, and the output bias."""
+        """Return the sum of the outputs of all ranks' heads, plus the output bias."""
         parallelism = self.parallelism
         what = "the sum of the heads' outputs"
         bias = self.out_proj.bias  # type: ignore[union-attr]
@@ -317,7 +317,7 @@ class HeadParallelLayer(BaseAttention):
 
 
 def _described(argument: Any) -> str:
-    """Return what an argument of a call has in common on all ranks, without its values."""
+    """Return the text of an argument that ranks compare: for tensors shape and dtype, without values."""
     if isinstance(argument, Tensor):
         return f"{list(argument.shape)} {argument.dtype}"
     return type(argument).__name__ if isinstance(argument, Memory | KVCache) else repr(argument)

@@ -215,7 +215,7 @@ def _parallelism(layer: BaseAttention, ranks: MeshRanks, sequence_parallel: bool
         shards=shards_of(layer, ranks.size, ranks.rank),
         sequence_parallel=sequence_parallel,
         maps=layer.num_maps // layout.num_heads,
-        shares_one_source=isinstance(layout, HeadLayout) and layout.num_kv_heads == 1 and layout.num_heads > 1,
+        is_multi_query=isinstance(layout, HeadLayout) and layout.num_kv_heads == 1 and layout.num_heads > 1,
     )
 
 

@@ -95,7 +95,7 @@ class WholeHeads:
     def _sources(self, x: Tensor, what: str) -> Tensor:
         """Gather the keys or values [batch, maps * KV heads of this rank, ...], one per head."""
         parallelism = self._parallelism
-        if parallelism.shares_one_source:
+        if parallelism.is_multi_query:
             return x
         layout = parallelism.layout
         heads, sources = layout.num_heads, x.shape[1] // parallelism.maps

@@ -27,7 +27,7 @@ Work = Callable[["Job"], Iterator[Message]]
 INTERACTIVE, BACKGROUND = 0, 1  # interactive jobs run between the parts of background jobs
 UNREAD_MESSAGES = 8  # unread messages after which a job is suspended
 CLOSE_SECONDS = 1.0  # for the current layer to finish when the viewer is closed
-UNREAD_SECONDS = 30.0  # after its last read, after which the client of a suspended job is considered gone
+UNREAD_SECONDS = 30.0  # without a read, after which the client of a suspended job is considered gone
 
 
 class Job:
@@ -64,12 +64,12 @@ class Job:
             self.cancelled.set()
 
     @property
-    def is_unread(self) -> bool:
-        """True if so many messages are unread that the job is suspended."""
+    def is_suspended(self) -> bool:
+        """True while `UNREAD_MESSAGES` or more messages are unread."""
         return len(self._outbox) >= UNREAD_MESSAGES
 
     def advance(self) -> bool:
-        """Compute up to the next message; the client is notified of any end. Return False if out of memory."""
+        """Compute and send the next message, or what ends the job; return False if memory ran out."""
         try:
             self.check()
             if self._parts is None:
@@ -122,7 +122,7 @@ class Jobs:
 
     Args:
         limit: maximum number of open requests.
-        on_memory: called after a computation ran out of memory, to free some.
+        on_out_of_memory: called after a computation ran out of memory, to free some.
     """
 
     def __init__(self, limit: int, *, on_out_of_memory: Callable[[], None] = lambda: None) -> None:
@@ -226,9 +226,9 @@ class Jobs:
         """
         now = time.monotonic()
         for job in self._waiting:
-            if job.is_unread and now - job.last_read > UNREAD_SECONDS:
+            if job.is_suspended and now - job.last_read > UNREAD_SECONDS:
                 job.cancelled.set()
             if job.cancelled.is_set():
                 return job
-        ready = [job for job in self._waiting if not job.is_unread]
+        ready = [job for job in self._waiting if not job.is_suspended]
         return min(ready, key=lambda job: (job.priority, job.order), default=None)
