@@ -219,10 +219,7 @@ def examples_of(value: Any) -> int:
 
 # Values that users write themselves, as arguments of other functions; the fields of other dataclasses are results.
 WRITTEN_BY_USERS = (
-    *(
-        f"polyhead.surgery.{name}"
-        for name in ("PruneHeads", "MergeHeads", "ReorderHeads", "ReviveHeads", "GroupQueries")
-    ),
+    *(f"polyhead.surgery.{name}" for name in ("PruneHeads", "MergeHeads", "ReorderHeads", "AddHeads", "GroupQueries")),
     *(f"polyhead.surgery.{name}" for name in ("AlignHeads", "FuseHeads", "ShareKeys")),
     *(f"polyhead.layers.{name}" for name in ("MultiHeadConfig", "LatentConfig")),
     *(f"polyhead.layers.variants.{name}Config" for name in ("Routed", "GroupedHeads", "HeadMix", "TalkingHeads")),

@@ -5,5 +5,5 @@ is listed. Each is parsed, and its numbers are recomputed in plain torch from th
 returns (`attn_implementation="eager"`, `output_attentions=True`), by the definitions in the documentation. Of polyhead
 only the sentences, the models and the token ids are used. A sentence passes if its numbers agree to the last printed
 digit and what it claims follows from the recomputed numbers, e.g. that a score is above its null. A sentence that no
-check recognises fails.
+check recognises is reported as not checked, and counts as failed.
 """

@@ -21,8 +21,8 @@ from polyhead.errors import OptionError, PolyheadError
 if TYPE_CHECKING:
     from torch import Tensor
 
-JSON_BYTES = 1 << 28
-TABLE_BYTES, TABLE_ROWS = 1 << 28, 1 << 20
+MAX_JSON_BYTES = 1 << 28
+MAX_TABLE_BYTES, MAX_TABLE_ROWS = 1 << 28, 1 << 20
 _MAX_MESSAGE = 300  # characters of another library's error message
 
 T = TypeVar("T")
@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 @contextmanager
 def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError) -> Iterator[None]:
-    """Re-raise any exception of a reader as `kind`, with one line: the rule, the file, the reason.
+    """Re-raise any exception as a `kind` of one line: the rule, the file, the reason.
+
+    A `PolyheadError` that names the file already is raised as it is.
 
     >>> with refusing("config.json", "a config names its heads"):
     ...     {}["num_heads"]
@@ -39,11 +41,9 @@ def refusing(path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] 
     """
     try:
         yield
-    except PolyheadError as error:
-        if os.fspath(path) in str(error):
-            raise
-        raise kind(f"{rule}, got {os.fspath(path)}: {in_one_line(error)}") from error
     except Exception as error:
+        if isinstance(error, PolyheadError) and os.fspath(path) in str(error):
+            raise
         raise kind(f"{rule}, got {os.fspath(path)}: {in_one_line(error)}") from error
 
 
@@ -73,29 +73,31 @@ def parquet_bytes(table: Any, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def check_regular(path: str | os.PathLike[str], most: int | None = None) -> None:
-    """Check that a path is a regular file, not a folder, device or pipe, of at most `most` bytes."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+def check_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+    """Check that a path is a regular file, not a folder, device or pipe, of at most `max_bytes` bytes."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
-    if most is not None and found.st_size > most:
-        raise ValueError(f"it has {found.st_size:,} bytes, and at most {most:,} are read")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ValueError(f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read")
 
 
-def read_json(path: Path, rule: str, kind: type[PolyheadError] = OptionError, most: int = JSON_BYTES) -> dict[str, Any]:
+def read_json(
+    path: Path, rule: str, kind: type[PolyheadError] = OptionError, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
     """Return the object in a JSON file."""
     with refusing(path, rule, kind):
-        check_regular(path, most)
-        found = json.loads(path.read_bytes().decode("utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it contains a {type(found).__name__} instead of an object")
-    return typing.cast("dict[str, Any]", found)
+        check_regular(path, max_bytes)
+        content = json.loads(path.read_bytes().decode("utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it contains a {type(content).__name__} instead of an object")
+    return typing.cast("dict[str, Any]", content)
 
 
 def read_tensors(
     path: str | os.PathLike[str], rule: str, kind: type[PolyheadError] = OptionError
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and metadata of a safetensors file, checked against the file size first."""
+    """Return the tensors and metadata of a safetensors file, whose header must agree with the size of the file."""
     from safetensors import safe_open
 
     with refusing(path, rule, kind):
@@ -114,25 +116,20 @@ def read_columns(path: Path, rule: str) -> tuple[dict[str, list[Any]], Any]:
     from pyarrow import parquet
 
     with refusing(path, rule):
-        check_regular(path, TABLE_BYTES)
+        check_regular(path, MAX_TABLE_BYTES)
         with parquet.ParquetFile(path) as file:
             rows = file.metadata.num_rows
-            if not 0 <= rows <= TABLE_ROWS:
-                raise ValueError(f"it has {rows:,} rows, and at most {TABLE_ROWS:,} are read")
+            if not 0 <= rows <= MAX_TABLE_ROWS:
+                raise ValueError(f"it has {rows:,} rows, and at most {MAX_TABLE_ROWS:,} are read")
             columns: dict[str, list[Any]] = {name: [] for name in file.schema_arrow.names}
             size = 0
             for batch in file.iter_batches(batch_size=1024):
                 size += batch.nbytes
-                if size > TABLE_BYTES:
-                    raise ValueError(f"it unpacks to more than {TABLE_BYTES:,} bytes")
+                if size > MAX_TABLE_BYTES:
+                    raise ValueError(f"it unpacks to more than {MAX_TABLE_BYTES:,} bytes")
                 for name in columns:
                     columns[name] += batch.column(name).to_pylist()
             return columns, file.schema_arrow.metadata or {}
-
-
-@functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def check_pyarrow(path: str | os.PathLike[str]) -> None:
@@ -141,7 +138,12 @@ def check_pyarrow(path: str | os.PathLike[str]) -> None:
         raise OptionError(f"{os.fspath(path)} needs pyarrow; install it with: pip install 'polyhead[hf]'")
 
 
-def build(cls: type[T], found: object) -> T:
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def build(cls: type[T], content: object) -> T:
     """Return a dataclass instance from a JSON object, checking names and annotated types of its fields.
 
     >>> @dataclasses.dataclass
@@ -152,15 +154,15 @@ def build(cls: type[T], found: object) -> T:
     Traceback (most recent call last):
     polyhead.errors.OptionError: layer of a Head must be int, got '3'
     """
-    if not isinstance(found, Mapping):
-        raise OptionError(f"a {cls.__name__} must be an object with its fields, got {short(found)}")
+    if not isinstance(content, Mapping):
+        raise OptionError(f"a {cls.__name__} must be an object with its fields, got {short(content)}")
     hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    unknown = [str(name) for name in found if name not in hints]
+    unknown = [str(name) for name in content if name not in hints]
     missing = [
         x.name
         for x in fields
-        if x.name not in found and x.default is dataclasses.MISSING and x.default_factory is dataclasses.MISSING
+        if x.name not in content and x.default is dataclasses.MISSING and x.default_factory is dataclasses.MISSING
     ]
     if unknown or missing:
         raise OptionError(
@@ -168,7 +170,7 @@ def build(cls: type[T], found: object) -> T:
             + ", ".join([*(f"no {name}" for name in missing[:3]), *(f"{short(name)} as well" for name in unknown[:3])])
         )
     values = {}
-    for name, value in found.items():
+    for name, value in content.items():
         values[name] = as_type(value, hints[name], f"{name} of a {cls.__name__}")
     return cls(**values)
 

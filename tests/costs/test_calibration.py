@@ -289,7 +289,7 @@ def test_a_decoding_layer_gives_the_same_token_again_and_again(window):
 
 
 def test_a_cache_is_filled_in_pieces(monkeypatch):
-    monkeypatch.setattr(calls, "CHUNK", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(calls, "MAX_FILLED", 2 * 2 * 8 * 3)
     appended = []
     true = polyhead.layers.PreallocatedCache.append
     monkeypatch.setattr(

@@ -34,11 +34,11 @@ from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking import TalkingHeadsConfig
 from polyhead.progress import Progress
 from polyhead.surgery import (
+    AddHeads,
     GroupQueries,
     MergeHeads,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     apply,
     edits_to_json,
     save,
@@ -107,7 +107,7 @@ def edited_models() -> None:
     for form, kind, edits in (
         ("uniform", decoder, [GroupQueries(0, [(0, 1)]), GroupQueries(1, [(0, 1)])]),
         ("padded", decoder, [PruneHeads(0, (1,)), ReorderHeads(1, (2, 3, 0, 1))]),
-        ("uneven", encoder, [MergeHeads(0, (0, 1)), ReviveHeads(1, 2)]),
+        ("uneven", encoder, [MergeHeads(0, (0, 1)), AddHeads(1, 2)]),
     ):
         model = kind.from_pretrained("decoder" if kind is decoder else "encoder")
         record = apply(model, edits)

@@ -108,7 +108,7 @@ def test_an_edited_model_is_loaded_and_comes_back(form, original):
 
 def test_edits_are_read():
     edits = edits_from_json((SAVED / "edits.json").read_text("utf-8"))
-    names = ["GroupQueries", "GroupQueries", "PruneHeads", "ReorderHeads", "MergeHeads", "ReviveHeads"]
+    names = ["GroupQueries", "GroupQueries", "PruneHeads", "ReorderHeads", "MergeHeads", "AddHeads"]
     assert [type(edit).__name__ for edit in edits] == names
 
 

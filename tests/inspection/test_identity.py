@@ -30,10 +30,10 @@ from polyhead.report.viewer.model import ViewedModel
 from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.surgery import (
+    AddHeads,
     MergeHeads,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     SideFiles,
     apply,
     load_record,
@@ -50,7 +50,7 @@ EDITS = {
     "pruned": [PruneHeads(0, (1,)), PruneHeads(1, (0,))],
     "merged": [MergeHeads(0, (1, 3))],
     "reordered": [ReorderHeads(0, (3, 0, 2, 1))],
-    "grown": [PruneHeads(0, (0,)), ReviveHeads(0, 1)],
+    "grown": [PruneHeads(0, (0,)), AddHeads(0, 1)],
 }
 
 

@@ -16,26 +16,26 @@ NAN = math.nan
 
 
 def a_profile(names: tuple[str, ...] = ("entropy", "max_logit", "sink_mass")) -> HeadProfile:
-    """Two layers of self-attention with 3 and 2 heads, and a cross-attention."""
+    """Two layers of self-attention with 3 and 2 heads, and a cross-attention with 2."""
     sites = [AttentionSite(f"h.{n}", "self", "h.*", n, heads) for n, heads in ((0, 3), (1, 2))]
     rows = [sites[0]] * 3 + [sites[1]] * 2 + [AttentionSite("h.1.x", "cross", "h.*.x", 0, 2)] * 2
     values = {
         "tokens": [19, 19, 19, 19, 19, 23, 23],
         "entropy": [2.0, 7, 3, 5, NAN, 11, 13],
-        "max_logit": [0.0] * 7,  # the mean over tokens, which is no metric
+        "max_logit": [0.0] * 7,  # mean over tokens; the metric is the maximum
         "max_logit_max": [17.0, 29, 31, math.inf, 1, -2, -5],
         "sink_mass": [0.25, 0.5, 0, 1, 0.75, NAN, NAN],
     }
     columns = {name: torch.tensor(column, dtype=torch.float64) for name, column in values.items()}
-    kept = {name: columns[name] for name in columns if name == "tokens" or name.removesuffix("_max") in names}
-    return HeadProfile(tuple(rows), (0, 1, 2, 0, 1, 0, 1), names, kept)
+    collected = {name: columns[name] for name in columns if name == "tokens" or name.removesuffix("_max") in names}
+    return HeadProfile(tuple(rows), (0, 1, 2, 0, 1, 0, 1), names, collected)
 
 
 def test_quantiles_are_over_the_heads_of_a_layer_and_show_nan():
     rows = list(HeadMetrics.of(a_profile(), quantiles=(0, 0.5, 1)).rows())
-    found: dict[tuple[str, str, int], list[float]] = {}
+    values: dict[tuple[str, str, int], list[float]] = {}
     for row in rows:
-        found.setdefault((row["metric"], row["stack"], row["layer"]), []).append(row["value"])
+        values.setdefault((row["metric"], row["stack"], row["layer"]), []).append(row["value"])
     expected = {
         ("entropy", "h.*", 0): [2.0, 3.0, 7.0],
         ("entropy", "h.*", 1): [NAN, NAN, NAN],
@@ -47,7 +47,7 @@ def test_quantiles_are_over_the_heads_of_a_layer_and_show_nan():
         ("sink_mass", "h.*", 1): [0.75, 0.75, 1.0],
         ("sink_mass", "h.*.x", 0): [NAN, NAN, NAN],
     }
-    assert repr(found) == repr(expected)
+    assert repr(values) == repr(expected)  # NaN does not equal itself
     assert [row["tokens"] for row in rows if row["stack"] == "h.*.x"] == [23] * 9
 
 
@@ -62,16 +62,16 @@ def test_open_metrics_text_is_read_by_the_parser_of_prometheus():
     families = {family.name: family for family in parser.text_string_to_metric_families(text)}
     assert set(families) == {"polyhead_entropy", "polyhead_max_logit", "polyhead_sink_mass", "polyhead_tokens"}
     assert {family.type for family in families.values()} == {"gauge"}
-    read = []
+    parsed = []
     for name in ("entropy", "max_logit", "sink_mass"):
         for sample in families[f"polyhead_{name}"].samples:
             place = (sample.labels["stack"], sample.labels["kind"], int(sample.labels["layer"]))
-            read.append((name, *place, float(sample.labels["quantile"]), float(sample.value)))
+            parsed.append((name, *place, float(sample.labels["quantile"]), float(sample.value)))
     expected = [
         (row["metric"], row["stack"], row["kind"], row["layer"], float(row["quantile"]), row["value"])
         for row in metrics.rows()
     ]
-    assert repr(read) == repr(expected)
+    assert repr(parsed) == repr(expected)
     tokens = {(x.labels["stack"], x.labels["layer"]): x.value for x in families["polyhead_tokens"].samples}
     assert tokens == {(strange, "0"): 19, (strange, "1"): 19, (f"{strange}.x", "0"): 23}
 
@@ -93,7 +93,7 @@ def test_a_metric_that_was_not_collected_is_left_out():
 
 
 @pytest.mark.parametrize("quantile", [-0.1, 1.5, NAN, True, "0.5"])
-def test_quantiles_outside_of_0_to_1_are_refused(quantile):
+def test_a_quantile_that_is_not_a_number_from_0_to_1_is_refused(quantile):
     with pytest.raises(OptionError, match="quantiles must be numbers from 0 to 1"):
         HeadMetrics.of(a_profile(), quantiles=(0.5, quantile))
 

@@ -604,6 +604,8 @@ def test_auto_takes_the_ring_where_gathered_keys_would_be_large() -> None:
         context_bytes(tokens=10, **sizes)
     with pytest.raises(OptionError, match="tokens must be at least 1, got 0"):
         context_bytes(tokens=0, **sizes)
+    with pytest.raises(OptionError, match="value_dim must be at least 1, got -64"):
+        context_bytes(tokens=1 << 16, value_dim=-64, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,15 @@ def test_a_stream_that_breaks_off_names_the_row_before():
         list(DatasetTexts(rows()))
 
 
+def test_a_stream_that_fails_at_once_names_no_row():
+    def rows() -> Iterator[str]:
+        raise ConnectionError("reset by peer")
+        yield
+
+    with pytest.raises(OptionError, match="must be readable, got an error before the first row: reset by peer"):
+        list(DatasetTexts(rows()))
+
+
 def test_a_dictionary_of_splits_is_refused():
     class Splits(dict[str, list[str]]):
         @property
@@ -110,9 +119,11 @@ def test_a_dictionary_of_splits_is_refused():
 
 
 def test_a_document_beyond_the_limit_is_refused(monkeypatch):
-    monkeypatch.setattr("polyhead.sources.datasets.MAX_BYTES", 5)
-    with pytest.raises(OptionError, match="at most 5 bytes, got more in document 0"):
-        list(DatasetTexts(["123456"]))
+    monkeypatch.setattr(texts, "MAX_BYTES", 5)
+    assert len(list(DatasetTexts(["12345"]))) == 1
+    for text in ("123456", "1234é"):  # 6 bytes each, in 6 and in 5 characters
+        with pytest.raises(OptionError, match="at most 5 bytes, got more in document 0"):
+            list(DatasetTexts([text]))
 
 
 def test_a_named_dataset_is_streamed(package):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from polyhead import MultiHeadAttention
 from polyhead.errors import OptionError
-from polyhead.surgery import MergeHeads, PruneHeads, ReorderHeads, ReviveHeads, find_layers
+from polyhead.surgery import AddHeads, MergeHeads, PruneHeads, ReorderHeads, find_layers
 from polyhead.training import DynamicHeads, HeadChange, edit_heads
 
 WIDTH, HEADS, DIM = 24, 4, 6
@@ -124,7 +124,7 @@ def test_growing_keeps_outputs_and_the_states_of_the_other_heads(build, optimize
     layer = find_layers(model)[1]
     before, loss = copy.deepcopy(model), loss_of(model, 9).item()
     states = {name: copy.deepcopy(dict(state_of(optimizers, x))) for name, x in model.named_parameters()}
-    edit_heads(model, optimizers, ReviveHeads(1, 2, stack=layer.stack))
+    edit_heads(model, optimizers, AddHeads(1, 2, stack=layer.stack))
     assert loss_of(model, 9).item() == pytest.approx(loss, rel=1e-12)
     parameters = dict(model.named_parameters())
     assert {id(x) for each in optimizers for group in each.param_groups for x in group["params"]} == {
@@ -183,7 +183,7 @@ def test_gradients_of_micro_batches_before_an_edit_are_kept():
     optimizers = adamw(model)
     loss_of(model, 0).backward()
     old = {name: x.grad.clone() for name, x in model.named_parameters()}
-    edit_heads(model, optimizers, [PruneHeads(0, (1,)), ReviveHeads(0, 1), ReviveHeads(1, 1)])
+    edit_heads(model, optimizers, [PruneHeads(0, (1,)), AddHeads(0, 1), AddHeads(1, 1)])
     for name, x in model.named_parameters():
         if x.shape == old[name].shape and "layers.1" in name:
             torch.testing.assert_close(x.grad, old[name], rtol=0, atol=0)

@@ -182,7 +182,7 @@ def test_a_run_is_not_mixed_with_another(tmp_path):
     refused = monitor_of(tmp_path)
     with pytest.raises(OptionError, match="without step 2"):
         refused.load_state_dict(first.state_dict())
-    with pytest.raises(OptionError, match="steps of a run increase, got step 0 after 2"):
+    with pytest.raises(OptionError, match="got step 0 after 2; write a new run to a new folder"):
         train(HeadMonitor(model(), statistics=STATISTICS, callbacks=first.callbacks), 1)
 
 
@@ -223,6 +223,23 @@ def test_a_table_in_another_order_is_refused(tmp_path):
         parquet.write_table(table.sort_by(order), part)
         with pytest.raises(OptionError, match="in the order of steps and heads"):
             load_run(tmp_path)
+
+
+def test_a_table_of_text_and_one_that_is_too_long_are_refused_each_for_its_reason(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    train(monitor_of(tmp_path), 3)
+    part = next((tmp_path / STEPS).iterdir())
+    table = parquet.read_table(part)
+    index = table.schema.get_field_index("loss")
+    parquet.write_table(table.set_column(index, "loss", table["loss"].cast(pyarrow.string())), part)
+    with pytest.raises(OptionError, match="it must have integers or floats in the columns loss"):
+        load_run(tmp_path)
+    parquet.write_table(table, part)
+    monkeypatch.setattr(run_directory, "MAX_TABLE_ROWS", 5)
+    with pytest.raises(OptionError, match=rf"it has {table.num_rows} rows, and at most 5 are read"):
+        load_run(tmp_path)
 
 
 # ---- steps as inspections

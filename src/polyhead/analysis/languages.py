@@ -1,4 +1,4 @@
-"""A text in the languages of a report: English and Chinese."""
+"""`Text`: a text in both languages of a report, English and Chinese."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Text:
         """Return the text with its fields filled in, in both languages.
 
         Args:
-            fields: values of the fields, as in `str.format`; a `Text` is filled in in the language of the template.
+            fields: values of the fields, as in `str.format`; of a `Text`, each language takes its own.
         """
         en, zh = (
             {name: x[language] if isinstance(x, Text) else x for name, x in fields.items()} for language in LANGUAGES
@@ -32,4 +32,4 @@ class Text:
 
     def to_dict(self) -> dict[str, str]:
         """Return the text of each language, by its code."""
-        return {"en": self.en, "zh": self.zh}
+        return {language: self[language] for language in LANGUAGES}

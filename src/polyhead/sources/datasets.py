@@ -1,4 +1,4 @@
-"""Documents of Hugging Face datasets, streamed row by row; `datasets` is imported if one is named."""
+"""Documents of Hugging Face datasets, streamed row by row; `datasets` is only imported to load one by its name."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 from polyhead.errors import OptionError, PolyheadError
 from polyhead.files import in_one_line
-from polyhead.sources.texts import MAX_BYTES, Document, check_characters, join_names
+from polyhead.sources.texts import Document, check_text, join_names
 
 PREFIX = "datasets:"  # of a text on the command line
-SPLIT = "train"
+DEFAULT_SPLIT = "train"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetTexts:
-    """Iterable of the documents of a dataset: strings, or rows whose `field` is one; each iteration reads it again.
+    """Iterable of the documents of a dataset of strings, or of rows with a text field; each iteration reads it again.
 
     Args:
         rows: a `datasets.Dataset`, a `datasets.IterableDataset`, or anything else that yields strings or mappings.
-        field: field of a row that contains the text; None is an empty text.
+        field: field of a row that contains the text; a row with None in it is an empty document.
         name: name of the dataset, for documents and errors.
     """
 
@@ -55,15 +55,16 @@ class DatasetTexts:
         return (Document(f"{self.name} {number}", self._text(row, number)) for number, row in enumerate(self._rows()))
 
     def _rows(self) -> Iterator[Any]:
-        number = -1
+        place = "before the first row"
         try:
-            for number, row in enumerate(self.rows):  # noqa: B007 - used after an error
+            for number, row in enumerate(self.rows):
+                place = f"after {self.name} {number}"
                 yield row
         except PolyheadError:
             raise
         except Exception as error:  # of any reader and file system, in the middle of a stream
             raise OptionError(
-                f"rows of a dataset must be readable, got an error after {self.name} {number}: {in_one_line(error)}"
+                f"rows of a dataset must be readable, got an error {place}: {in_one_line(error)}"
             ) from error
 
     def _text(self, row: Any, number: int) -> str:
@@ -79,9 +80,7 @@ class DatasetTexts:
             raise OptionError(
                 f"a text must be strings, or rows with a string in a field, got {place}: {type(row).__name__}"
             )
-        check_characters(row, place)
-        if len(row) > MAX_BYTES:
-            raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
+        check_text(row, place)
         return row
 
 
@@ -111,14 +110,14 @@ def read_dataset(name: str, *, field: str = "text") -> DatasetTexts:
 
 
 def check_dataset(name: str) -> None:
-    """Raise if a name is not that of a dataset, or the package is missing; imports nothing.
+    """Raise if a name has no path, or the package `datasets` is not installed; imports nothing.
 
     Args:
         name: name on the command line.
     """
     split_of(name)
-    found = find_spec("datasets")
-    if found is None or found.origin is None:  # a folder of this name is no package
+    spec = find_spec("datasets")
+    if spec is None or spec.origin is None:  # a folder of this name is no package
         raise OptionError(f"a text of {PREFIX} needs the package datasets, got {name}; pip install datasets")
 
 
@@ -128,11 +127,10 @@ def split_of(name: str) -> tuple[str, str]:
     >>> split_of("datasets:corpus/en:validation"), split_of("datasets:corpus/en")
     (('corpus/en', 'validation'), ('corpus/en', 'train'))
     """
-    path, colon, split = name.removeprefix(PREFIX).rpartition(":")
-    if colon and re.fullmatch(r"\w+(\[.*\])?", split):
-        chosen = path, split
-    else:
-        chosen = name.removeprefix(PREFIX), SPLIT
-    if not chosen[0]:
+    whole = name.removeprefix(PREFIX)
+    path, colon, split = whole.rpartition(":")
+    if not (colon and re.fullmatch(r"\w+(\[.*\])?", split)):
+        path, split = whole, DEFAULT_SPLIT
+    if not path:
         raise OptionError(f"a dataset must be {PREFIX}PATH or {PREFIX}PATH:SPLIT, got {name!r}")
-    return chosen
+    return path, split

@@ -192,18 +192,20 @@ def _text_of(line: str, place: str, field: str) -> str:
         return ""
     if not isinstance(text, str):
         raise OptionError(f"the field {field!r} must be a string, got {place}: {type(text).__name__}")
-    check_characters(text, place)
+    check_text(text, place)
     return text
 
 
-def check_characters(text: str, place: str) -> None:
-    """Raise if a string contains half of a surrogate pair, which no tokenizer takes."""
+def check_text(text: str, place: str) -> None:
+    """Raise for a document of more than `MAX_BYTES`, or with half of a surrogate pair, which no tokenizer takes."""
     try:
-        text.encode("utf-8")
+        size = len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise OptionError(
             f"text must be Unicode characters, got half of a surrogate pair in {place}, character {error.start}"
         ) from error
+    if size > MAX_BYTES:
+        raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
 
 
 def _read_rows(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -232,8 +234,7 @@ def _text_in(value: Any, place: str) -> str:
         raise OptionError(
             f"text must be UTF-8, got 0x{error.object[error.start]:02x} in {place} at byte {error.start}"
         ) from error
-    if len(text) > MAX_BYTES:
-        raise OptionError(f"a document may have at most {MAX_BYTES:,} bytes, got more in {place}; split it")
+    check_text(text, place)
     return text
 
 

@@ -16,12 +16,12 @@ from polyhead.surgery.compensation.least_squares import OutputCompensation as Ou
 from polyhead.surgery.edits.applying import apply as apply
 from polyhead.surgery.edits.applying import take_shape as take_shape
 from polyhead.surgery.edits.applying import undo as undo
+from polyhead.surgery.edits.head_edits import AddHeads as AddHeads
 from polyhead.surgery.edits.head_edits import GroupQueries as GroupQueries
 from polyhead.surgery.edits.head_edits import HeadEdit as HeadEdit
 from polyhead.surgery.edits.head_edits import MergeHeads as MergeHeads
 from polyhead.surgery.edits.head_edits import PruneHeads as PruneHeads
 from polyhead.surgery.edits.head_edits import ReorderHeads as ReorderHeads
-from polyhead.surgery.edits.head_edits import ReviveHeads as ReviveHeads
 from polyhead.surgery.edits.head_edits import edits_from_json as edits_from_json
 from polyhead.surgery.edits.head_edits import edits_to_json as edits_to_json
 from polyhead.surgery.edits.preview import HeadCounts as HeadCounts

@@ -16,10 +16,10 @@ from polyhead.geometry import checked_integer
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.edits.head_edits import (
+    AddHeads,
     HeadEdit,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     edits_from_json,
     edits_to_json,
 )
@@ -329,14 +329,14 @@ class DynamicHeads:
                 remaining = [head for head in range(len(values)) if head not in dead]
                 in_place = {head: index for index, head in enumerate([*remaining, *dead])}
                 edits += [
-                    ReviveHeads(number, len(dead), seed, stack=stack),
+                    AddHeads(number, len(dead), seed, stack=stack),
                     PruneHeads(number, tuple(dead), stack=stack),
                     ReorderHeads(number, tuple(in_place[head] for head in range(len(values))), stack=stack),
                 ]
             if pruned[layer]:
                 edits.append(PruneHeads(number, tuple(pruned[layer]), stack=stack))
             if new := len(range(order.index(layer), change.grow, len(order))):
-                edits.append(ReviveHeads(number, new, seed + 1, stack=stack))
+                edits.append(AddHeads(number, new, seed + 1, stack=stack))
         return tuple(edits)
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
 
     Edited parameters are new ones, which replace the old in the optimizer's groups. Every tensor of its state that has
     a value per weight (moments of Adam, momentum of SGD and Muon) is edited as the weights are: values of a head stay
-    with the head, and so do gradients. A new head (`ReviveHeads`) has no momentum, and the mean second moments of the
+    with the head, and so do gradients. A new head (`AddHeads`) has no momentum, and the mean second moments of the
     layer's other heads; a head that was merged or pooled counts as new. Step counters are kept.
 
     Args:

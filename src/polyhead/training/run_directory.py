@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from polyhead.errors import OptionError
-from polyhead.files import TABLE_ROWS, as_type, check_pyarrow, check_regular, parquet_bytes, refusing, short
+from polyhead.files import MAX_TABLE_ROWS, as_type, check_pyarrow, check_regular, parquet_bytes, refusing, short
 from polyhead.geometry import checked_integer
 from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.run_files import STEPS
@@ -27,9 +27,9 @@ from polyhead.training.head_history import HeadHistory, HeadLocation, StepRecord
 from polyhead.training.monitor import MonitorCallback
 
 FORMAT = 1
-PART_ROWS = 1 << 17  # of a file; one row per step and head
+PART_ROWS = 1 << 17  # rows from which a new file is begun; one row per step and head
 SAVE_SECONDS = 30.0  # between two writes; a process that is killed loses as much
-NEIGHBOURS = 40  # steps next to one from which its noise is estimated
+NOISE_STEPS = 40  # steps nearest to the inspected one, whose differences estimate the noise of its values
 _KEY = b"polyhead.training"
 _RULE = "the steps of a run are read as `RunDirectory` wrote them"
 
@@ -37,11 +37,11 @@ _RULE = "the steps of a run are read as `RunDirectory` wrote them"
 class RunDirectory(MonitorCallback):
     """Write the values of every head in every observed step to a folder.
 
-    `folder/steps` has Parquet files with the columns of the table of `polyhead inspect --save` and two more, `step` and
-    `loss`: one row per step and head. Each file is complete at any time; a process that is killed loses the last 30
-    seconds. A monitor that continues from a checkpoint replaces the steps after it. `load_run` reads the folder,
-    `polyhead view` shows it, `polyhead report` writes it as a page, and `polyhead compare` takes two of its steps. In a
-    process group the first process writes.
+    `folder/steps` has Parquet files with one row per step and head. Their columns are `step`, `loss`, those that name a
+    head in the table of `polyhead inspect --save`, and one per statistic. Each file is complete at any time; a process
+    that is killed loses the last 30 seconds. A monitor that continues from a checkpoint replaces the steps after it.
+    `load_run` reads the folder, `polyhead view` shows it, `polyhead report` writes it as a page, and `polyhead compare`
+    takes two of its steps. In a process group the first process writes.
 
     Args:
         folder: folder of the run; it is created.
@@ -93,7 +93,8 @@ class RunDirectory(MonitorCallback):
             )
         if record.step <= self._last:
             raise OptionError(
-                f"the steps of a run increase, got step {record.step} after {self._last}; use another one"
+                f"the steps of a run increase, got step {record.step} after {self._last}; write a new run to a new "
+                "folder, with a `RunDirectory` of its own"
             )
         self._part.append(record)
         self._unwritten += 1
@@ -245,7 +246,7 @@ def inspect_step(history: HeadHistory, step: int, name: str = "training run") ->
     influence: dict[AttentionSite, dict[str, torch.Tensor]] = {}
     for column, values in columns.items():
         measured = (~values.isnan().all(1)).nonzero().flatten()
-        closest = (measured - index).abs().argsort(stable=True)[:NEIGHBOURS]
+        closest = (measured - index).abs().argsort(stable=True)[:NOISE_STEPS]
         near = values[measured[closest[: len(closest) // 2 * 2]].sort().values]
         # Each pair estimates twice the variance of a step; `compare` sums the squares of effects.
         effects = (near[1::2] - near[::2]) / math.sqrt(2 * max(1, len(near) // 2))
@@ -308,8 +309,10 @@ def _read(part: Path) -> HeadHistory:
             integers, floats = ("step", "layer", "head"), ("loss", *columns)
             wrong = [name for name in integers if not types.is_int64(schema.field(name).type)]
             wrong += [name for name in floats if not types.is_floating(schema.field(name).type)]
-            if wrong or rows > TABLE_ROWS:
-                raise ValueError(f"it has {rows:,} rows (at most {TABLE_ROWS:,}), and no numbers in {wrong}")
+            if rows > MAX_TABLE_ROWS:
+                raise ValueError(f"it has {rows:,} rows, and at most {MAX_TABLE_ROWS:,} are read")
+            if wrong:
+                raise ValueError(f"it must have integers or floats in the columns {', '.join(wrong)}")
             stored = file.read([*integers, *floats])
         heads = tuple(HeadLocation(*as_type(x, tuple[str, str, int, int, str, int], "a head")) for x in header["heads"])
         _sites(heads)
@@ -321,11 +324,11 @@ def _read(part: Path) -> HeadHistory:
         same += [(table[name], torch.tensor([getattr(head, name) for head in heads])) for name in ("layer", "head")]
         if not all(bool((one == other).all()) for one, other in same):
             raise ValueError("its rows must be in the order of steps and heads")
-        # Where a column was not measured, it is null, and so is the loss of a step without one.
-        is_valid = [torch.tensor(stored[name].is_valid().to_numpy()).reshape(-1, len(heads)) for name in columns]
-        values, measured = torch.stack([table[name] for name in columns], 1), torch.stack(is_valid, 1)
-        has_loss = torch.tensor(stored["loss"].is_valid().to_numpy()).reshape(-1, len(heads))[:, 0].tolist()
+        # Null where a column was not measured, and for the loss of a step without one.
+        is_valid = {name: torch.tensor(stored[name].is_valid().to_numpy()).reshape(-1, len(heads)) for name in floats}
+        values, measured = (torch.stack([x[name] for name in columns], 1) for x in (table, is_valid))
+        has_loss = is_valid["loss"][:, 0].tolist()
         history = HeadHistory(heads, columns)
-        parts = (steps, losses, repeat(heads), repeat(columns), values, measured, repeat(None), has_loss)
-        history.extend(map(StepRecord, *parts))
+        fields = (steps, losses, repeat(heads), repeat(columns), values, measured, repeat(None), has_loss)
+        history.extend(map(StepRecord, *fields))
         return history

@@ -14,7 +14,7 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-READ = "3.9."  # the release whose sources the patches of types were written for; others are left as they are
+PATCHED_RELEASE = "3.9."  # of Triton: the patches of types are for its sources, and not installed in others
 # Functions of NumPy that compute operators of the language, for tensors of one dtype and Python numbers.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "__add__": np.add,
@@ -45,7 +45,7 @@ def install() -> None:
         _convert_arrays_of_one_number()
     _patch_the_language_once_a_launch()
     _remember_dtypes()
-    if triton.__version__.startswith(READ):
+    if triton.__version__.startswith(PATCHED_RELEASE):
         _remember_block_types()
         _remember_shapes()
         _remember_sizes()

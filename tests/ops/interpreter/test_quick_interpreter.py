@@ -14,43 +14,54 @@ import pytest
 
 from tests.ops.interpreter.interpreted import in_the_interpreter
 
-DRAW = np.random.default_rng(5)
+RANDOM = np.random.default_rng(5)
+
+
+def skip_unless_patched() -> None:
+    version = pytest.importorskip("triton").__version__
+    from tests.ops.interpreter.quick_interpreter import PATCHED_RELEASE
+
+    if not version.startswith(PATCHED_RELEASE):
+        pytest.skip(f"types are only patched in Triton {PATCHED_RELEASE}x, got {version}")
 
 
 def tensor(dtype: Any, shape: list[int]) -> Any:
-    """Draw a tensor, or a scalar without a shape: small numbers, negative ones and NaN among them."""
+    """Return random numbers as a tensor of the interpreter, a scalar for the shape []; some are negative, some NaN."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    data = DRAW.integers(0 if dtype is tl.int1 else -2, 2 if dtype is tl.int1 else 3, shape or [1])
+    data = RANDOM.integers(0 if dtype is tl.int1 else -2, 2 if dtype is tl.int1 else 3, shape or [1])
     if dtype.is_ptr():
         data = (1000 + 8 * data).astype(np.uint64)
     else:
         data = data.astype(interpreter._get_np_dtype(dtype))
     if dtype in (tl.float16, tl.float32):
-        data[DRAW.random(data.shape) < 0.2] = np.nan
+        data[RANDOM.random(data.shape) < 0.2] = np.nan
     return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, shape) if shape else dtype)
 
 
-def pointers(array: np.ndarray[Any, Any], at: list[int]) -> Any:
-    """Return pointers to items of an array of float32; one pointer for one item."""
+def pointers(array: np.ndarray[Any, Any], items: list[int]) -> Any:
+    """Return a block of pointers to items of an array of float32; a scalar pointer to a single item."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    data = (array.ctypes.data + array.itemsize * np.array(at)).astype(np.uint64)
+    data = (array.ctypes.data + array.itemsize * np.array(items)).astype(np.uint64)
     kind = tl.str_to_ty("*fp32", None)
-    return tl.tensor(interpreter.TensorHandle(data, kind), tl.block_type(kind, [len(at)]) if len(at) > 1 else kind)
+    return tl.tensor(
+        interpreter.TensorHandle(data, kind), tl.block_type(kind, [len(items)]) if len(items) > 1 else kind
+    )
 
 
 def by_triton(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a builtin of the language as Triton's own interpreter calls it."""
     from triton.runtime import interpreter
 
     return partial(function, _semantic=interpreter.interpreter_semantic)
 
 
 @contextmanager
-def language() -> Iterator[None]:
-    """Patch what a launch patches, but for the builtins."""
+def patched_language() -> Iterator[None]:
+    """Patch the language as Triton's interpreter does for a launch, except for the builtins."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -63,75 +74,68 @@ def language() -> Iterator[None]:
         patches.restore()
 
 
-def assert_equal(found: Any, expected: Any, name: str) -> None:
-    assert found.type == expected.type, name
-    assert found.shape == expected.shape, name
-    assert found.dtype == expected.dtype, name
+def assert_equal(actual: Any, expected: Any, name: str) -> None:
+    assert actual.type == expected.type, name
+    assert actual.shape == expected.shape, name
+    assert actual.dtype == expected.dtype, name
     if expected.handle is None:
-        assert found.handle is None, name
+        assert actual.handle is None, name
         return
-    assert found.handle.data.dtype == expected.handle.data.dtype, name
-    if found.dtype.name != "int1":  # Triton leaves the dtype of the operands on the result of a comparison
-        assert found.handle.dtype == expected.handle.dtype, name
-    np.testing.assert_array_equal(found.handle.data, expected.handle.data, str((name, expected.type)))
-    if found.handle.data.dtype.kind == "f":
-        np.testing.assert_array_equal(np.signbit(found.handle.data), np.signbit(expected.handle.data), name)
+    assert actual.handle.data.dtype == expected.handle.data.dtype, name
+    if actual.dtype.name != "int1":  # Triton leaves the dtype of the operands on the result of a comparison
+        assert actual.handle.dtype == expected.handle.dtype, name
+    np.testing.assert_array_equal(actual.handle.data, expected.handle.data, str((name, expected.type)))
+    if actual.handle.data.dtype.kind == "f":
+        np.testing.assert_array_equal(np.signbit(actual.handle.data), np.signbit(expected.handle.data), name)
 
 
 def check_operators() -> None:
-    import triton
     import triton.language as tl
     from triton.language.semantic import IncompatibleTypeErrorImpl
 
-    from tests.ops.interpreter.quick_interpreter import OPERATORS, READ, _directly
-
-    if not triton.__version__.startswith(READ):
-        return  # nothing is patched
+    from tests.ops.interpreter.quick_interpreter import OPERATORS, _directly
 
     dtypes = [tl.float32, tl.float16, tl.bfloat16, tl.int1, tl.int32, tl.int64, tl.pointer_type(tl.float16)]
-    left, right = ([partial(tensor, x, shape) for x in dtypes for shape in ([], of)] for of in ([4, 1], [1, 8]))
+    left, right = ([partial(tensor, x, shape) for x in dtypes for shape in ([], block)] for block in ([4, 1], [1, 8]))
     numbers = [lambda: 2, lambda: -0.5, lambda: True, lambda: tl.constexpr(3)]
-    compared = dict.fromkeys(OPERATORS, 0)
+    by_numpy = dict.fromkeys(OPERATORS, 0)  # cases that did not call Triton
     for name in OPERATORS:
         operator = mock.Mock(side_effect=lambda *x, _semantic=None, name=name: by_triton(getattr(tl.tensor, name))(*x))
         quick = _directly(name, operator)
         for one, other in itertools.product(left, [*right, *numbers]):
             try:
-                quick(one(), other())
+                quick(one(), other())  # from which the type of the result is known
             except (IncompatibleTypeErrorImpl, TypeError, ValueError):
                 continue  # Triton refuses these dtypes
             operands = one(), other()
             expected = operator(*operands)
             operator.reset_mock()
-            found = quick(*operands)
-            compared[name] += not operator.called
-            assert_equal(found, expected, name)
+            actual = quick(*operands)
+            by_numpy[name] += not operator.called
+            assert_equal(actual, expected, name)
         for first, second in ((tl.int32, tl.int64), (tl.int64, tl.int32)):
             quick(tensor(first, [4, 1]), tensor(second, [1, 8]))
             operator.reset_mock()
             quick(tensor(first, [4, 1]), tensor(second, [1, 8]))
             assert not operator.called, (name, first)
-    assert min(compared.values()) >= 6, compared
+    assert min(by_numpy.values()) >= 6, by_numpy
 
 
 def test_numpy_computes_what_triton_does_for_every_operator_and_dtype() -> None:
+    skip_unless_patched()
     in_the_interpreter(check_operators)
 
 
 def check_builtins() -> None:
-    import triton
     import triton.language as tl
 
-    from tests.ops.interpreter.quick_interpreter import READ, _replayed
+    from tests.ops.interpreter.quick_interpreter import _replayed
 
-    if not triton.__version__.startswith(READ):
-        return  # nothing is patched
-
-    memory = DRAW.standard_normal(64).astype(np.float32)
+    memory = RANDOM.standard_normal(64).astype(np.float32)
     fp32, fp16, int32, int1 = (partial(tensor, x) for x in (tl.float32, tl.float16, tl.int32, tl.int1))
 
-    def at(size: int) -> Any:
-        return pointers(memory, DRAW.choice(64, size, replace=False).tolist())
+    def random_pointers(size: int) -> Any:
+        return pointers(memory, RANDOM.choice(64, size, replace=False).tolist())
 
     floats = (tl.float16, tl.bfloat16, tl.float32, tl.float64)
     cases: list[tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = [
@@ -163,12 +167,12 @@ def check_builtins() -> None:
         (tl.tensor.__lshift__, lambda: (int32([4, 8]), 3)),
         (tl.tensor.__rshift__, lambda: (int32([4, 8]), 1)),
         (tl.tensor.__truediv__, lambda: (fp32([4, 8]), fp16([4, 1]))),
-        (tl.load, lambda: (at(8),)),
-        (tl.load, lambda: (at(1),)),
-        (tl.load, lambda: (at(8), int1([8]), 0.5)),
-        (tl.load, lambda: (at(8), int1([8]))),
+        (tl.load, lambda: (random_pointers(8),)),
+        (tl.load, lambda: (random_pointers(1),)),
+        (tl.load, lambda: (random_pointers(8), int1([8]), 0.5)),
+        (tl.load, lambda: (random_pointers(8), int1([8]))),
     ]
-    with language():
+    with patched_language():
         for member, make in cases:
             name = f"{member.__name__} of {make()}"
             called = mock.Mock(side_effect=member)
@@ -177,10 +181,10 @@ def check_builtins() -> None:
                 arguments = make()
                 assert_equal(quick(*arguments), by_triton(member)(*arguments), name)
             assert called.call_count == 1, name
-        check_what_depends_on_more_than_types(at)
+        check_what_depends_on_more_than_types(random_pointers)
 
 
-def check_what_depends_on_more_than_types(at: Callable[[int], Any]) -> None:
+def check_what_depends_on_more_than_types(random_pointers: Callable[[int], Any]) -> None:
     """Numbers that are part of a call, the same operand twice, masked scalars, stores and program indices."""
     import triton.language as tl
     from triton.runtime import interpreter
@@ -198,13 +202,13 @@ def check_what_depends_on_more_than_types(at: Callable[[int], Any]) -> None:
     one, other = (tensor(tl.int32, [64]) for _ in range(2))
     for pair in ((one, one), (one, other), (other, one)):
         assert_equal(maximum(*pair), by_triton(tl.maximum)(*pair), "maximum")
-    pointer = at(1)
+    pointer = random_pointers(1)
     for mask, value in itertools.product((True, False), (0.0, 1.5)):
         scalar = by_triton(tl.to_tensor)(mask), by_triton(tl.to_tensor)(value)
         assert_equal(load(pointer, *scalar), by_triton(tl.load)(pointer, *scalar), "scalar")
     for _ in range(2):
         values, mask = tensor(tl.float32, [8]), tensor(tl.int1, [8])
-        pointer = at(8)
+        pointer = random_pointers(8)
         expected = np.where(mask.handle.data, values.handle.data, by_triton(tl.load)(pointer).handle.data)
         assert_equal(store(pointer, values, mask), tl.tensor(None, tl.void), "store")
         np.testing.assert_array_equal(by_triton(tl.load)(pointer).handle.data, expected)
@@ -215,19 +219,16 @@ def check_what_depends_on_more_than_types(at: Callable[[int], Any]) -> None:
 
 
 def test_a_replayed_builtin_has_the_result_of_triton() -> None:
+    skip_unless_patched()
     in_the_interpreter(check_builtins)
 
 
 def check_new_dimensions() -> None:
-    """Index blocks as Triton does step by step; refuse what Triton refuses."""
-    import triton
+    """Indices that add a dimension give what Triton's give, also when replayed; others are refused as by Triton."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from tests.ops.interpreter.quick_interpreter import READ, _replayed
-
-    if not triton.__version__.startswith(READ):
-        return  # nothing is patched
+    from tests.ops.interpreter.quick_interpreter import _replayed
 
     index = _replayed(tl.tensor.__getitem__)
     for dtype, shape in itertools.product((tl.float32, tl.int1), ([4], [8], [4, 8], [8, 4])):
@@ -237,10 +238,10 @@ def check_new_dimensions() -> None:
         for place in range(len(shape) + 1):
             slices = (*whole[:place], tl.constexpr(None) if place == 1 else None, *whole[place:])
             for _ in range(2):  # recorded, then replayed
-                found = index(x, slices)
-                assert found.type == tl.block_type(dtype, [*shape[:place], 1, *shape[place:]])
-                assert found.handle.dtype == dtype
-                np.testing.assert_array_equal(found.handle.data, np.expand_dims(data, place))
+                actual = index(x, slices)
+                assert actual.type == tl.block_type(dtype, [*shape[:place], 1, *shape[place:]])
+                assert actual.handle.dtype == dtype
+                np.testing.assert_array_equal(actual.handle.data, np.expand_dims(data, place))
         for _ in range(2):
             for slices in ((*whole[:-1], slice(1, None)), (None, *whole[:-1], slice(0, 2)), (0,)):
                 with pytest.raises(ValueError, match="unsupported tensor index"):
@@ -250,4 +251,5 @@ def check_new_dimensions() -> None:
 
 
 def test_new_dimensions_are_those_of_triton() -> None:
+    skip_unless_patched()
     in_the_interpreter(check_new_dimensions)

@@ -10,11 +10,11 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.layers import MultiHeadAttention
 from polyhead.surgery import (
+    AddHeads,
     GroupQueries,
     MergeHeads,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     apply,
     edits_from_json,
     edits_to_json,
@@ -28,7 +28,7 @@ EDITS = (
     ReorderHeads(0, (2, 0, 1), stack="encoder.*.attn"),
     MergeHeads(5, (0, 2)),
     GroupQueries(1, ((0, 2), (1,))),
-    ReviveHeads(2, 3, seed=7),
+    AddHeads(2, 3, seed=7),
 )
 
 
@@ -54,7 +54,7 @@ def test_edits_go_through_json_unchanged():
         (lambda: MergeHeads(0, (1,)), r"at least two heads, got \[1\]"),
         (lambda: GroupQueries(0, ((0, 1), (1, 2))), r"must be distinct, got \[1\]"),
         (lambda: GroupQueries(0, 2), "KV heads of each group, got 2"),
-        (lambda: ReviveHeads(0, 0), "count must be at least 1, got 0"),
+        (lambda: AddHeads(0, 0), "count must be at least 1, got 0"),
         (lambda: edits_from_json("[]"), "at least one edit, got none"),
         (lambda: edits_from_json('[{"kind": "prune", "layer": 1}]'), "of kind 'prune' needs heads"),
         (lambda: edits_from_json('[{"kind": "shave", "layer": 1}]'), "got 'shave'"),
@@ -139,7 +139,7 @@ def test_a_new_head_changes_nothing_reads_new_directions_and_can_learn():
     layer = MultiHeadAttention(28, 3, head_dim=7).double()
     x = torch.randn(2, 11, 28, dtype=torch.float64)
     whole = layer(x).output
-    apply(layer, [ReviveHeads(0, 1, seed=3)])
+    apply(layer, [AddHeads(0, 1, seed=3)])
     assert layer.layout.num_heads == 4
     torch.testing.assert_close(layer(x).output, whole, rtol=0, atol=1e-12)
     (found,) = find_layers(layer)
@@ -154,4 +154,4 @@ def test_a_new_head_changes_nothing_reads_new_directions_and_can_learn():
 
 def test_new_heads_beside_grouped_ones_are_refused():
     with pytest.raises(OptionError, match="got 4 heads over 2 KV heads in layer 0"):
-        apply(layer_of(4, num_kv_heads=2), [ReviveHeads(0, 1)])
+        apply(layer_of(4, num_kv_heads=2), [AddHeads(0, 1)])

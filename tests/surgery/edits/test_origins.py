@@ -17,6 +17,7 @@ from polyhead.geometry import HeadOrigins
 from polyhead.layers import MultiHeadAttention
 from polyhead.observation.origins import ATTRIBUTE, IN_CONFIG
 from polyhead.surgery import (
+    AddHeads,
     AlignHeads,
     EditRecord,
     FuseHeads,
@@ -25,7 +26,6 @@ from polyhead.surgery import (
     MergeHeads,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     ShareKeys,
     apply,
     convert_groups,
@@ -85,10 +85,10 @@ EDITS: dict[str, tuple[str, list[HeadEdit], list[tuple[int, ...]]]] = {
     "merge": ("bert", [MergeHeads(0, (1, 3))], [(0,), (1, 3), (2,)]),
     "fuse": ("bert", [FuseHeads(0, (0, 3))], [(0, 3), (1,), (2,)]),
     "reorder": ("bert", [ReorderHeads(0, (3, 0, 2, 1))], [(3,), (0,), (2,), (1,)]),
-    "revive": ("bert", [ReviveHeads(0, 2)], [(0,), (1,), (2,), (3,), (-1,), (-2,)]),
+    "add": ("bert", [AddHeads(0, 2)], [(0,), (1,), (2,), (3,), (-1,), (-2,)]),
     "align": ("bert", [AlignHeads(0, ((0, 2), (1, 3)))], [(0,), (1,), (2,), (3,)]),
     "several": ("bert", [ReorderHeads(0, (3, 2, 1, 0)), MergeHeads(0, (0, 1)), PruneHeads(0, (2,))], [(2, 3), (1,)]),
-    "regrown": ("bert", [PruneHeads(0, (3,)), ReviveHeads(0, 1), MergeHeads(0, (0, 3))], [(-1, 0), (1,), (2,)]),
+    "regrown": ("bert", [PruneHeads(0, (3,)), AddHeads(0, 1), MergeHeads(0, (0, 3))], [(-1, 0), (1,), (2,)]),
     "a head of a group": ("llama", [PruneHeads(0, (1,))], [(0,), (2,), (3,)]),
     "a whole group": ("llama", [PruneHeads(0, (0, 1))], [(2,), (3,)]),
     "heads of one KV head": ("llama", [MergeHeads(0, (2, 3))], [(0,), (1,), (2, 3)]),
@@ -267,7 +267,7 @@ def test_any_edits_in_any_order_agree_with_the_weights(seed):
         heads = layer.layout.num_heads
         some = draw.sample(range(heads), min(heads, draw.randint(1, 3)))
         edits: list[HeadEdit] = [ReorderHeads(0, tuple(draw.sample(range(heads), heads)))]
-        edits += [ReviveHeads(0, draw.randint(1, 2))] if heads < 9 else []
+        edits += [AddHeads(0, draw.randint(1, 2))] if heads < 9 else []
         edits += [PruneHeads(0, tuple(some))] if len(some) < heads else []
         edits += [MergeHeads(0, tuple(some)), FuseHeads(0, tuple(some))] if len(some) > 1 else []
         try:

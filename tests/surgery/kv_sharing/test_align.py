@@ -1,4 +1,4 @@
-"""Aligned heads: only their distance changes, not the function."""
+"""Aligning heads brings them nearer to each other and leaves the function unchanged."""
 
 from __future__ import annotations
 
@@ -33,48 +33,50 @@ from tests.surgery.gated import FAMILIES, ROUNDED, build, result_of
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "whisper", "cohere", "gpt_neox"])
-def test_aligning_heads_changes_nothing_but_their_distance(name):
+def test_aligned_heads_are_nearer_and_the_function_is_unchanged(name):
     family = FAMILIES[name]
     model = build(family)
     model.set_attn_implementation(polyhead.integrations.huggingface.register())
-    forms = find_key_transforms(model, models.inputs(family))
+    transforms = find_key_transforms(model, models.inputs(family))
     layers = [layer for layer in find_layers(model) if not layer.refusals]
-    whole = result_of(model, family)
-    edits = [AlignHeads(x.number, neighbours(x.layout.num_kv_heads, 1), forms[x.path], stack=x.stack) for x in layers]
+    original = result_of(model, family)
+    edits = [
+        AlignHeads(x.number, neighbours(x.layout.num_kv_heads, 1), transforms[x.path], stack=x.stack) for x in layers
+    ]
     assert edits_from_json(edits_to_json(edits)) == tuple(edits)
     before = {layer.path: read_heads(model, layer) for layer in layers}
     record = apply(model, edits)
-    assert (result_of(model, family) - whole).abs().max() <= (1e-5 if name in ROUNDED else 1e-8)
+    assert (result_of(model, family) - original).abs().max() <= (1e-5 if name in ROUNDED else 1e-8)
     for layer in layers:
-        now, was = read_heads(model, layer), before[layer.path]
-        assert spread(now.value) < spread(was.value)
-        assert spread(now.key) < spread(was.key)
-        assert torch.equal(now.key[0], was.key[0])
+        heads, old = read_heads(model, layer), before[layer.path]
+        assert distance_from_first(heads.value) < distance_from_first(old.value)
+        assert distance_from_first(heads.key) < distance_from_first(old.key)
+        assert torch.equal(heads.key[0], old.key[0])
     undo(model, record)
     assert fingerprint(model) == record.before
-    assert torch.equal(result_of(model, family), whole)
+    assert torch.equal(result_of(model, family), original)
 
 
-def spread(held: Tensor) -> float:
-    return float((held - held[:1]).norm())
+def distance_from_first(by_head: Tensor) -> float:
+    return float((by_head - by_head[:1]).norm())
 
 
-def test_heads_that_are_images_of_one_another_become_the_same():
+def test_equal_heads_in_different_bases_become_equal():
     layer = MultiHeadAttention(33, 3, num_kv_heads=3, head_dim=10, positions=Rotary(10, rotary_dim=6)).double()
     heads = read_heads(layer, find_layers(layer)[0])
     transform = KeyTransform("half", 6)
-    first = replace(
+    equal = replace(
         heads,
         key=heads.key[:1].repeat(3, 1, 1),
         key_bias=torch.randn(1, 10).double().repeat(3, 1),
         value=heads.value[:1].repeat(3, 1, 1),
     )
     maps = torch.stack([allowed_map(transform, 10, seed) for seed in range(3)])
-    values = torch.stack([conditioned(10, seed, 5.0) for seed in range(3)])  # from one to another at most 25
-    planted = change_value_basis(change_key_basis(first, maps, transform), values)
-    assert spread(planted.key) > 1
-    found = aligned(planted, ((0, 1, 2),), transform)
-    assert spread(found.key) < 1e-9
-    assert spread(found.value) < 1e-9
-    assert spread(found.key_bias) < 1e-9
-    assert found.origins == (0, None, None)
+    values = torch.stack([conditioned(10, seed, 5.0) for seed in range(3)])  # from head to head: condition at most 25
+    disguised = change_value_basis(change_key_basis(equal, maps, transform), values)
+    assert distance_from_first(disguised.key) > 1
+    recovered = aligned(disguised, ((0, 1, 2),), transform)
+    assert distance_from_first(recovered.key) < 1e-9
+    assert distance_from_first(recovered.value) < 1e-9
+    assert distance_from_first(recovered.key_bias) < 1e-9
+    assert recovered.origins == (0, None, None)

@@ -17,13 +17,13 @@ from polyhead.errors import OptionError
 from polyhead.integrations.huggingface import register
 from polyhead.sources.load_errors import quiet
 from polyhead.surgery import (
+    AddHeads,
     AttentionLayer,
     GroupQueries,
     HeadEdit,
     MergeHeads,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     apply,
     find_layers,
     save,
@@ -55,8 +55,8 @@ def group_in_pairs(layer: AttentionLayer) -> list[HeadEdit]:
     return [GroupQueries(layer.number, [(key, key + 1) for key in range(0, keys, 2)], stack=layer.stack)]
 
 
-def revive_one(layer: AttentionLayer) -> list[HeadEdit]:
-    return [ReviveHeads(layer.number, 1, stack=layer.stack)]
+def add_one(layer: AttentionLayer) -> list[HeadEdit]:
+    return [AddHeads(layer.number, 1, stack=layer.stack)]
 
 
 def reverse(layer: AttentionLayer) -> list[HeadEdit]:
@@ -68,7 +68,7 @@ EDITS: Mapping[str, Callable[[AttentionLayer], list[HeadEdit]]] = {
     "prune unevenly": prune_unevenly,
     "merge": merge_in_pairs,
     "group queries": group_in_pairs,
-    "revive": revive_one,
+    "add": add_one,
     "reorder": reverse,
 }
 

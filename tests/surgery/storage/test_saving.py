@@ -14,10 +14,10 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.layers import MultiHeadAttention
 from polyhead.sources.load_errors import quiet
 from polyhead.surgery import (
+    AddHeads,
     GroupQueries,
     PruneHeads,
     ReorderHeads,
-    ReviveHeads,
     SideFiles,
     apply,
     find_layers,
@@ -169,7 +169,7 @@ def test_padding_takes_the_smallest_native_layout_that_fits(tmp_path):
 
 def test_grown_heads_are_not_padded_where_the_head_dim_follows_from_the_width(tmp_path):
     model = build(FAMILIES["bert"], dtype=torch.float32)
-    apply(model, [ReviveHeads(0, 1)])
+    apply(model, [AddHeads(0, 1)])
     with pytest.raises(OptionError, match=r"holds 4 heads of 8 channels over 4 KV heads, but .* has 5 of 8"):
         save(model, tmp_path / "model", form="padded")
 

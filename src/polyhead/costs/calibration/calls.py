@@ -18,8 +18,8 @@ from polyhead.ops.attention import attention
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 
-MAX_COPIES = 24  # limit on the caches that are read in turn, so that none is in L2 when it is read again
-CHUNK = 1 << 26  # maximum number of cache elements filled at once, to limit memory
+MAX_COPIES = 24  # of a KV cache; reading the others evicts each from L2 before it is read again
+MAX_FILLED = 1 << 26  # elements of keys that fill a cache at once; more are appended in chunks, to limit memory
 
 
 def _without_grad(function: Call) -> Call:
@@ -34,15 +34,15 @@ def _without_grad(function: Call) -> Call:
 
 
 def timed_calls(piece: Piece, device: torch.device, *, copies: int | None = None) -> list[Call]:
-    """Return one call or, for decoding on a GPU, several on different caches, to be timed in turn.
+    """Return one call or, for decoding on a GPU, one for each of several caches, to be timed in turn.
 
-    Each cache is then read from memory, not from L2. `copies` overrides their number.
+    Each cache is then read from memory, not from L2. `copies` overrides the number of caches.
     """
     with torch.no_grad():
         if isinstance(piece, Product):
             return [_product(piece, device)]
         if isinstance(piece, Traffic):
-            return [_pass(piece, device)]
+            return [_traffic(piece, device)]
         if piece.direction == "decode":
             return [_decode(piece, device) for _ in range(copies or _copies(piece, device))]
         return [(_forward if piece.direction == "forward" else _backward)(piece, device)]
@@ -54,10 +54,10 @@ def _product(piece: Product, device: torch.device) -> Call:
     return _without_grad(lambda: F.linear(left, right))
 
 
-def _pass(piece: Traffic, device: torch.device) -> Call:
-    source = torch.randn(max(piece.bytes // 8, 1), device=device)
+def _traffic(piece: Traffic, device: torch.device) -> Call:
+    source = torch.randn(max(piece.bytes // 8, 1), device=device)  # float32: 4 bytes read and 4 written per element
     target = torch.empty_like(source)
-    # A kernel, as for positions, norms and gates; a plain copy may be left to another engine.
+    # Not a copy, which a copy engine may do: positions, norms and gates are kernels.
     return lambda: torch.neg(source, out=target)
 
 
@@ -76,7 +76,7 @@ def _attend(piece: AttentionCore, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _mask(piece: AttentionCore) -> Mask | None:
-    """Return the mask as layers pass it: `Mask.causal()` where `piece.mask` is a window with `right` 0 alone."""
+    """Return the mask as layers pass it: `Mask.causal()` for `Mask.window(right=0)`."""
     return Mask.causal() if piece.left is None and piece.right == 0 else piece.mask
 
 
@@ -100,13 +100,13 @@ def _copies(piece: AttentionCore, device: torch.device) -> int:
 
 
 def _decode(piece: AttentionCore, device: torch.device) -> Call:
-    """Decode as a layer does: with our kernels over the memory of the cache if they run, else with `attention`."""
+    """Decode as a layer does: with our decode kernels where they support the call, else with `attention`."""
     query = torch.randn(piece.batch, piece.heads, piece.queries, piece.head_dim, device=device, dtype=piece.dtype)
     sizes = (piece.batch, piece.kv_heads, piece.keys)
     key, value = (torch.randn(*sizes, d, device=device, dtype=piece.dtype) for d in (piece.head_dim, piece.value_dim))
     cache, mask = CacheArguments(key, value), _mask(piece)
     if not decode_runs_on(query) or len(cached_reasons(query, cache, piece.keys, mask=mask)):
-        return lambda: _attend(piece, query, key, value)
+        return _without_grad(lambda: _attend(piece, query, key, value))
     return _without_grad(lambda: cached_attention(query, cache, piece.keys, mask=mask).output)
 
 
@@ -144,7 +144,7 @@ def _layer_decode(layer: MultiHeadAttention, tokens: Tensor, past: int) -> Call:
     layout, batch = layer.layout, tokens.shape[0]
     options: dict[str, Any] = {"dtype": tokens.dtype, "device": tokens.device}
     cache = PreallocatedCache.for_layout(layout, batch_size=batch, capacity=past + 1, **options)
-    chunk_tokens = max(1, CHUNK // (batch * layout.num_kv_heads * layout.head_dim))
+    chunk_tokens = max(1, MAX_FILLED // (batch * layout.num_kv_heads * layout.head_dim))
     with torch.no_grad():
         for first in range(0, past, chunk_tokens):
             size = (batch, layout.num_kv_heads, min(chunk_tokens, past - first), layout.head_dim)

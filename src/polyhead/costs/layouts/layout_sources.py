@@ -162,7 +162,7 @@ def _refuse_layers(layers: int | None, name: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, "a config must be a JSON file", most=CONFIG_BYTES)
+    return read_json(path, "a config must be a JSON file", max_bytes=CONFIG_BYTES)
 
 
 def _from_transformers(name: str, path: Path) -> dict[str, Any]:

@@ -24,15 +24,16 @@ _KNOWN = (
     ),
     _relation(
         "predictable_share", "share predictable by one head", "可由单个头预测的比例",
-        "Share of the output of the row's head that the column's head alone predicts linearly, on held-out tokens: 1 "
-        "for a linear map of it, whatever the cosine, 0 for unrelated heads. Not symmetric.",
+        "Share of the variance of the row head's output that the column head alone predicts linearly, on held-out "
+        "tokens: 1 if the output is a linear map of the column head's, whatever their cosine, 0 if they are unrelated. "
+        "Not symmetric.",
         "列所对应的头单独在留出词元上可线性预测的、行所对应的头输出的比例：若后者是前者的线性映射则为 1"
         "（无论余弦多少），无关则为 0。不对称。",
     ),
     _relation(
         "subspace_overlap", "subspace overlap", "子空间重合度",
-        "Overlap of the subspaces of the residual stream that two heads write to, whatever they write: 0 to 1.",
-        "两个头所写入的残差流子空间的重合度，不论写入的内容：从 0 到 1。",
+        "Overlap of the subspaces of the residual stream that two heads can write to, by W_O alone: 0 to 1.",
+        "两个头可写入的残差流子空间的重合度，仅由 W_O 决定：从 0 到 1。",
     ),
     _relation(
         "mutual_information", "mutual information", "互信息",
@@ -47,9 +48,9 @@ _KNOWN = (
     ),
     _relation(
         "gradient_overlap", "gradient overlap", "梯度重合度",
-        "Cosine similarity, over tokens, of the loss gradients with respect to the two heads: 1 if both affect the "
-        "loss alike at every token, -1 if oppositely.",
-        "损失对两个头的梯度在各词元上的余弦相似度：1 为方向一致，-1 为相反。",
+        "Cosine similarity, over tokens, of the gradients of the loss with respect to gates on the two heads: 1 if "
+        "both affect the loss alike at every token, -1 if oppositely.",
+        "损失对两个头的门控的梯度在各词元上的余弦相似度：1 为方向一致，-1 为相反。",
     ),
 )  # fmt: skip
 RELATIONS: dict[str, Term] = {term.name: term for term in _KNOWN}

@@ -1,7 +1,8 @@
 """polyhead as an attention implementation of Hugging Face transformers, registered as `"polyhead"` by `register()`.
 
 transformers has two registries: attention functions and mask functions. An implementation without an entry in the
-second silently loses its mask, so `register` always fills both. transformers is only imported by `register`.
+second silently loses its mask, so `register` always fills both. This package can be imported without transformers,
+which is imported by the functions that need it.
 """
 
 from polyhead.integrations.huggingface.described_masks import DescribedMask

@@ -8,7 +8,7 @@ from polyhead.errors import ShapeError
 
 
 def gate_factors(gate: Tensor, batch: int, heads: int, queries: int) -> Tensor:
-    """Reshape a gate to [batch or 1, heads, queries or 1, 1].
+    """Reshape a gate to [batch or 1, heads, queries or 1, 1], to multiply outputs [batch, heads, queries, value_dim].
 
     Accepted shapes are [heads], [batch, heads] and [batch, heads, queries].
     """

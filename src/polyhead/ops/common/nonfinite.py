@@ -16,8 +16,8 @@ def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     The poison is NaN at non-finite keys (with a NaN or Inf in key or value) and 0 elsewhere. Backends add it to the
     logits, or to the rows that see the key: a query that sees such a key must return NaN, as the formula does, and one
-    that does not must be unaffected. It is None if all elements are known to be finite, which is tested on the CPU; on
-    a device that would synchronise.
+    that does not must be unaffected. It is None if all elements are known to be finite. That is only tested for eager
+    tensors on the CPU: on a GPU the test would synchronise.
     """
     if _can_read(key) and is_finite(key) and is_finite(value):
         return key, value, None
@@ -33,12 +33,12 @@ def without_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return True if no element is NaN or Inf: then its sum is finite, unless it overflows, which returns False too."""
+    """Return True if the sum is finite, so that no element is NaN or Inf; False also for a sum that overflows."""
     return math.isfinite((x.detach() if x.requires_grad else x).sum().item())
 
 
 class _CleanKeys(torch.autograd.Function):
-    """One kernel in place of seven, with a straight-through gradient like `_Finite`."""
+    """`_Finite` of keys and values, and their poison, by one kernel instead of seven."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ class _CleanKeys(torch.autograd.Function):
 def without_nonfinite_queries(query: Tensor) -> tuple[Tensor, Tensor | None]:
     """Replace NaN and Inf in queries by zeros; also return their poison [batch, heads, queries], or None.
 
-    Otherwise the queries of rows without visible keys would reach the gradients of keys, as 0 * NaN.
+    A row without visible keys would otherwise carry the NaN of its query into the gradients of keys, as 0 * NaN.
     """
     if _can_read(query) and is_finite(query):
         return query, None
@@ -72,7 +72,7 @@ def _finite(x: Tensor) -> Tensor:
 class _Finite(torch.autograd.Function):
     """Zeros for NaN and Inf, with a straight-through gradient.
 
-    It is exact where it matters: masked keys have a gradient of zero, and one through a row that sees a non-finite key
+    The gradient is exact all the same: that of a masked key is zero, and one through a row that sees a non-finite key
     is NaN.
     """
 
@@ -91,7 +91,7 @@ def _can_read(x: Tensor) -> bool:
 
 
 def can_launch(x: Tensor) -> bool:
-    """Return True if a kernel can take the tensor: eager, on a GPU, and with memory, which a `FakeTensor` has not."""
+    """Return True if a kernel can take the tensor: eager, on a GPU, and with memory, unlike a `FakeTensor`."""
     return x.is_cuda and HAS_TRITON and _is_eager() and type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -102,7 +102,7 @@ def _is_eager() -> bool:
 
 
 def over_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the KV heads of [batch, kv_heads, ...] for their query heads; `x` itself without groups."""
+    """Repeat the KV heads of [batch, kv_heads, ...] for their query heads; `x` itself if there are as many."""
     if x.shape[1] == heads:
         return x
     # `repeat_interleave` would specialise an exported graph to the sequence length.

@@ -54,15 +54,15 @@ def talking_attention(
         query, key, value, scale, finite: as in `polyhead.attention`; the scale is one number.
         logits_mix, weights_mix: [heads, heads], from heads on the first axis to heads on the second.
         mask: causal, window, lengths, documents, positions and a dense boolean mask shared by all heads, in any
-            combination. Masks that differ between heads and biases are rejected: it would be ambiguous whether they
+            combination. Biases, and masks that differ between heads, are rejected: it would be ambiguous whether they
             apply before or after mixing.
         backend: "auto", or one of "fused", "blockwise", "reference". A named backend never falls back.
-        weights: also return the weights W of every softmax, before they are mixed; only "reference" has them.
-        statistics, logsumexp: of every softmax, after the logits are mixed and before the weights are. They have no
-            gradient. `mixed_weights` returns statistics of U.
+        weights: also return the weights W, before they are mixed; only "reference" has them.
+        statistics, logsumexp: of the rows of L and W, as in `polyhead.attention`, but without a gradient.
+            `mixed_weights` returns statistics of U.
 
     Returns:
-        The output O, the backend that computed it, and what was requested besides.
+        The output O, the name of the backend that computed it, and weights, statistics and log-sum-exp if requested.
 
     >>> x, mix = torch.randn(2, 8, 5, 16), torch.eye(8)
     >>> result = talking_attention(x, x, x, logits_mix=mix, weights_mix=mix, mask=Mask.causal())
@@ -113,7 +113,7 @@ def mixed_weights(
 
 
 def _choose(request: TalkingRequest) -> str:
-    """Return the first supported backend.
+    """Return the first backend that supports the request, without "fused" where that is slower.
 
     An exported graph uses the reference, which has only plain operators.
     """

@@ -1,1 +1,1 @@
-"""Context parallel: one sequence over several ranks, with exact attention and exact statistics."""
+"""Context parallel: a sequence split over several ranks, with exact attention and exact row statistics."""

@@ -14,9 +14,10 @@ from polyhead.parallel.context.api import MOST_GATHERED, Method
 
 @dataclass(frozen=True, slots=True)
 class ContextBytes:
-    """Bytes that each rank sends in one call of `context_attention`, and receives as well.
+    """Bytes that each rank sends, and as many that it receives, in one call of `context_attention`.
 
-    `check` is sent with `check=True` alone, `backward` if keys and values have gradients.
+    `check` is sent with `check=True` alone. `backward` is sent if there is a backward: of the ring for any input that
+    requires a gradient, of the all-gather for keys or values alone.
     """
 
     method: str  # "ring" or "all_gather"
@@ -38,8 +39,9 @@ def context_bytes(
 ) -> ContextBytes:
     """Return the bytes that each rank sends in one call of `context_attention`.
 
-    An all-gather counts as ranks - 1 times the shard, and its backward as the same in the other direction. The ring
-    sends keys and values again in its backward, and their gradients in float32 (float64 for float64).
+    All-gather: the shard of keys and values is sent to each of the other ranks, and the gradients as much in the other
+    direction. Ring: the shards travel past all ranks, once in the forward and once more in the backward, in which their
+    gradients travel with them in float32 (float64 for float64).
 
     Args:
         batch: number of sequences.
@@ -54,14 +56,16 @@ def context_bytes(
     >>> context_bytes(batch=1, kv_heads=8, tokens=131072, head_dim=128, ranks=8)
     ContextBytes(method='ring', check=168, forward=469762048, backward=1409286144)
     """
-    sizes = {"batch": batch, "kv_heads": kv_heads, "tokens": tokens, "head_dim": head_dim, "ranks": ranks}
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {"batch": batch, "kv_heads": kv_heads, "tokens": tokens, "ranks": ranks}
+    sizes |= {"head_dim": head_dim, "value_dim": value_dim}
     for name, size in sizes.items():
         checked_integer(name, size, at_least=1, error=OptionError)
     if tokens % ranks:
         raise OptionError(f"every rank has equally many tokens, got {tokens} tokens for {ranks} ranks")
     if method not in ("auto", "ring", "all_gather"):
         raise OptionError(f"method must be 'auto', 'ring' or 'all_gather', got {method!r}")
-    elements = batch * kv_heads * (tokens // ranks) * (head_dim + (head_dim if value_dim is None else value_dim))
+    elements = batch * kv_heads * (tokens // ranks) * (head_dim + value_dim)
     shard = elements * dtype.itemsize
     if method == "auto":
         method = "all_gather" if shard * ranks <= MOST_GATHERED else "ring"

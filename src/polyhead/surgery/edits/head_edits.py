@@ -1,7 +1,7 @@
-"""Edits of a layer's heads as values: frozen, stored as JSON, each a function from heads to heads.
+"""Edits of a layer's heads as values: frozen, stored as JSON, each a function from `HeadWeights` to `HeadWeights`.
 
-An edit holds no weights. Several edits of one layer are applied in order: the second refers to the heads as the first
-left them.
+An edit holds no weights. Several edits of one layer are applied in order: the indices of the second are those after the
+first.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class HeadEdit(ABC):
 
 
 @dataclass(frozen=True)
-class EditHeads(HeadEdit):
-    """An edit of given heads of a layer.
+class SelectedHeadsEdit(HeadEdit):
+    """Base of the edits that list query heads in `heads`, which is sorted.
 
     Args:
         heads: indices of query heads.
@@ -68,7 +68,7 @@ class EditHeads(HeadEdit):
 
 @EDITS.register("prune")
 @dataclass(frozen=True)
-class PruneHeads(EditHeads):
+class PruneHeads(SelectedHeadsEdit):
     """Remove heads, and the KV heads that no remaining head reads.
 
     >>> PruneHeads(layer=3, heads=(7, 1))
@@ -88,10 +88,10 @@ class PruneHeads(EditHeads):
 @EDITS.register("reorder")
 @dataclass(frozen=True)
 class ReorderHeads(HeadEdit):
-    """Permute heads: `order` lists the old indices in their new order. The function is unchanged.
+    """Permute heads. The function is unchanged.
 
     Args:
-        order: present indices of the heads in their new order.
+        order: for each position, the index that its head has before the edit.
 
     >>> ReorderHeads(layer=0, order=(2, 0, 1)).order
     (2, 0, 1)
@@ -113,7 +113,7 @@ class ReorderHeads(HeadEdit):
 
 @EDITS.register("merge")
 @dataclass(frozen=True)
-class MergeHeads(EditHeads):
+class MergeHeads(SelectedHeadsEdit):
     """Merge heads into the first of them: the mean of their Q, K and V, the sum of their outputs.
 
     Heads with equal Q, K and V are merged without loss, whatever their output matrices are. They must read the same KV
@@ -130,12 +130,12 @@ class MergeHeads(EditHeads):
 
     def change(self, heads: HeadWeights) -> HeadWeights:
         _check_in_range(self.heads, heads.num_heads)
-        first, *others = self.heads
-        indices, keys = list(self.heads), [heads.key_heads[head] for head in self.heads]
-        if len(set(keys)) > 1 and any(heads.key_heads.count(key) > 1 for key in keys):
+        first, *others = indices = list(self.heads)
+        kv_heads = [heads.key_heads[head] for head in indices]
+        if len(set(kv_heads)) > 1 and any(heads.key_heads.count(kv_head) > 1 for kv_head in kv_heads):
             raise OptionError(
                 "merged heads must read one KV head, or each have a KV head of their own; got heads "
-                f"{indices} of layer {self.layer}, which read KV heads {keys} shared with other heads"
+                f"{indices} of layer {self.layer}, which read KV heads {kv_heads} shared with other heads"
             )
 
         def averaged(rows: list[int]) -> Callable[[Tensor], Tensor]:
@@ -150,8 +150,8 @@ class MergeHeads(EditHeads):
                 for head, x in enumerate(heads.made_of)
             ),
         )
-        if len(set(keys)) > 1:
-            merged = merged.mapped(averaged(keys), *KV_PARTS)
+        if len(set(kv_heads)) > 1:
+            merged = merged.mapped(averaged(kv_heads), *KV_PARTS)
         return merged.select([head for head in range(heads.num_heads) if head not in others])
 
 
@@ -182,41 +182,40 @@ class GroupQueries(HeadEdit):
 
     def change(self, heads: HeadWeights) -> HeadWeights:
         count = heads.key.shape[0]
-        named = [head for group in self.groups for head in group]
-        _check_in_range(named, count, "KV heads")
-        if len(named) < count:
-            missing = sorted(set(range(count)) - set(named))
+        group_of = {kv_head: index for index, group in enumerate(self.groups) for kv_head in group}
+        _check_in_range(list(group_of), count, "KV heads")
+        if len(group_of) < count:
+            missing = sorted(set(range(count)) - set(group_of))
             raise OptionError(f"every one of the {count} KV heads must be in a group, got none with {missing}")
 
         def pooled(x: Tensor) -> Tensor:
             return torch.stack([x[list(group)].mean(0) for group in self.groups])
 
-        group_of = {head: index for index, group in enumerate(self.groups) for head in group}
-        unpooled = {head for group in self.groups if len(group) == 1 for head in group}
         return replace(
             heads.mapped(pooled, *KV_PARTS),
-            key_heads=tuple(group_of[key] for key in heads.key_heads),
+            key_heads=tuple(group_of[kv_head] for kv_head in heads.key_heads),
             origins=tuple(
-                x if key in unpooled else None for key, x in zip(heads.key_heads, heads.origins, strict=True)
+                x if len(self.groups[group_of[kv_head]]) == 1 else None
+                for kv_head, x in zip(heads.key_heads, heads.origins, strict=True)
             ),
         )
 
 
-@EDITS.register("revive")
+@EDITS.register("revive")  # the name in saved files
 @dataclass(frozen=True)
-class ReviveHeads(HeadEdit):
-    """Append `count` new heads with zero output matrices: the function is unchanged.
+class AddHeads(HeadEdit):
+    """Append new heads after the last. Their output matrices are zero, so that the function is unchanged.
 
     Their query, key and value matrices are random, orthogonal to those of the layer's other heads where there are
-    enough dimensions; their output matrices are zero, to be trained. To replace a dead head, prune it and add a new
-    one; to replace duplicates, merge them first.
+    enough dimensions; their output matrices are to be trained. To replace a dead head, prune it and add a new one; to
+    replace duplicates, merge them first.
 
     Args:
         count: number of heads to add.
         seed: seed of their weights.
 
-    >>> ReviveHeads(layer=2, count=1)
-    ReviveHeads(layer=2, stack=None, count=1, seed=0)
+    >>> AddHeads(layer=2, count=1)
+    AddHeads(layer=2, stack=None, count=1, seed=0)
     """
 
     count: int
@@ -234,30 +233,29 @@ class ReviveHeads(HeadEdit):
                 f"{heads.num_heads} heads over {heads.key.shape[0]} KV heads in layer {self.layer}"
             )
         generator = torch.Generator().manual_seed(self.seed)
-        grown = {name: self._fresh(getattr(heads, name), generator) for name in ("query", "key", "value")}
+        extended = {name: self._extended(getattr(heads, name), generator) for name in ("query", "key", "value")}
         for name in ("output", "query_bias", "key_bias", "value_bias"):
             tensor = getattr(heads, name)
             if tensor is not None:
-                grown[name] = torch.cat((tensor, tensor.new_zeros(self.count, *tensor.shape[1:])))
+                extended[name] = torch.cat((tensor, tensor.new_zeros(self.count, *tensor.shape[1:])))
         total = heads.num_heads + self.count
-        first = min(0, *(x for made_of in heads.made_of for x in made_of)) - 1
+        first = min(0, *(x for made_of in heads.made_of for x in made_of)) - 1  # added heads are -1, -2, ...
         return replace(
             heads,
-            **grown,
+            **extended,
             key_heads=tuple(range(total)),
             origins=(*heads.origins, *[None] * self.count),
             made_of=(*heads.made_of, *((first - number,) for number in range(self.count))),
         )
 
-    def _fresh(self, weight: Tensor, generator: torch.Generator) -> Tensor:
+    def _extended(self, weight: Tensor, generator: torch.Generator) -> Tensor:
         """Append random matrices with rows of the old mean norm, orthogonal to the old rows if possible."""
         dim, width = weight.shape[1:]
-        drawn = torch.randn(self.count * dim, width, generator=generator, dtype=torch.float64)
         if weight.is_meta:
             return torch.cat((weight, weight.new_empty(self.count, dim, width)))
+        drawn = torch.randn(self.count * dim, width, generator=generator, dtype=torch.float64)
         old = weight.detach().to("cpu", torch.float64).flatten(0, 1)
-        room = width - old.shape[0]
-        if room >= drawn.shape[0]:
+        if old.shape[0] + drawn.shape[0] <= width:
             directions = torch.linalg.qr(old.T)[0]
             drawn = drawn - (drawn @ directions) @ directions.T
         drawn = drawn / drawn.norm(dim=1, keepdim=True) * old.norm(dim=1).mean()
@@ -295,7 +293,7 @@ def edits_from_json(text: str) -> tuple[HeadEdit, ...]:
 
 
 def checked_edits(edits: Any) -> tuple[HeadEdit, ...]:
-    """Return edits as a tuple; raises if there are none or if one is not a `HeadEdit`."""
+    """Return an edit or a sequence of edits as a tuple; raises if it is empty or has something else in it."""
     edits = (edits,) if isinstance(edits, HeadEdit) else edits
     if isinstance(edits, str) or not isinstance(edits, Sequence) or not all(isinstance(x, HeadEdit) for x in edits):
         raise OptionError(f"edits must be a sequence of PruneHeads, MergeHeads and others, got {edits!r}")

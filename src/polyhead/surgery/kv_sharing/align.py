@@ -21,12 +21,12 @@ from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key
 
 
 @dataclass(frozen=True)
-class EditGroups(HeadEdit):
-    """An edit of groups of KV heads; `form` is the key transform of the layer, from `find_key_transforms`.
+class KVGroupsEdit(HeadEdit):
+    """Base of the edits that list groups of KV heads.
 
     Args:
         groups: KV heads of each group.
-        form: key transform of the layer.
+        form: key transform of the layer, from `find_key_transforms`.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class EditGroups(HeadEdit):
 
 @EDITS.register("align")
 @dataclass(frozen=True)
-class AlignHeads(EditGroups):
+class AlignHeads(KVGroupsEdit):
     """Align the KV heads of each group with its first, and compensate in queries and outputs exactly.
 
     Heads are compared by their weights alone; `aligned` takes the input moments of calibration text.

@@ -18,12 +18,12 @@ from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
 from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
-from polyhead.surgery.edits.head_edits import EDITS, EditHeads, MergeHeads
+from polyhead.surgery.edits.head_edits import EDITS, MergeHeads, SelectedHeadsEdit
 
 
 @EDITS.register("fuse")
 @dataclass(frozen=True)
-class FuseHeads(EditHeads):
+class FuseHeads(SelectedHeadsEdit):
     """Fuse heads into one, at the position of the first, as near to all of them as one head can be.
 
     Unlike `MergeHeads` this does not depend on the bases of the heads: heads with equal QK and OV circuits are fused

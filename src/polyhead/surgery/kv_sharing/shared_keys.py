@@ -21,12 +21,12 @@ from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KeyTransform
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
-from polyhead.surgery.kv_sharing.align import EditGroups, aligned
+from polyhead.surgery.kv_sharing.align import KVGroupsEdit, aligned
 
 
 @EDITS.register("share_keys")
 @dataclass(frozen=True)
-class ShareKeys(EditGroups):
+class ShareKeys(KVGroupsEdit):
     """Replace each group of KV heads by one that preserves logits and outputs best, refitting Q and O.
 
     Query heads are sorted by group, so that a native config can describe groups of one size. This edit uses the

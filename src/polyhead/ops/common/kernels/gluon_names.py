@@ -1,4 +1,4 @@
-"""Operations of Gluon whose names differ between versions of Triton: 3.6 has other ones than 3.9."""
+"""Operations of Gluon under one name, where their names differ between Triton 3.6 and 3.9."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def _async_add(descriptor: Any, coordinates: Any, smem: Any, _semantic: Any = No
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # (descriptor, coordinates, mbarrier, shared memory, pred)
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-# (descriptor, coordinates, shared memory); the sum in global memory is in any order
+# (descriptor, coordinates, shared memory); `async_add` adds to global memory atomically, in no defined order
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 async_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _async_add

@@ -1,9 +1,9 @@
 """Offset histogram of the tiles that cross a bin edge.
 
-The column kernel of `second_pass` adds tiles within one bin, which costs almost nothing. The other tiles are along the
-diagonal and along the far bin edges, a few for each block of keys whatever the number of queries: O(n log n) pairs of n
-tokens. They are recomputed here in smaller pieces, so that the column kernel need not keep a tile in registers while
-its diagonals are summed.
+The column kernel of `second_pass` adds the tiles whose offsets are all in one bin, which costs almost nothing. The
+other tiles are along the diagonal and along the far bin edges: for each block of keys a few per edge, of which n tokens
+have O(log n), so O(n log n) pairs in all. They are recomputed here in smaller pieces, so that the column kernel need
+not keep a tile in registers while its diagonals are summed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _crossing_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Process a block of keys with the queries in tiles [TILE_M, TILE_N] that cover several bins."""
+    """Process a block of keys with the queries of those tiles [TILE_M, TILE_N] whose offsets are in several bins."""
     row_start, row_stop = problem.row_start, problem.row_stop
     column_start, column_stop = problem.column_start, problem.column_stop
     blocks = tl.cdiv(column_stop - column_start, BLOCK_N)
@@ -55,7 +55,8 @@ def _crossing_kernel(
 
     zero_row = tile_column - mask.offset  # the row at offset 0 from the tile's first key
     for i_edge in tl.range(0, 2 * far_edges + 1):
-        # The bins that end here: first all near ones, then one far bin on the left or on the right.
+        # The bins whose last offset is in [min_end, max_end]: first all near ones and the first far one on the left,
+        # then one far bin, on the left and on the right in turn.
         size = NEAR << ((i_edge + 1) // 2)
         max_end = tl.where(i_edge % 2 == 1, -size - 1, size)
         min_end = tl.where(i_edge == 0, -NEAR - 1, max_end)
@@ -64,7 +65,7 @@ def _crossing_kernel(
         first_tile = (tl.maximum(first, row_start) - row_start) // TILE_M
         count = tl.where(last >= first, (last - row_start) // TILE_M - first_tile + 1, 0)
         for i_tile in tl.range(first_tile, first_tile + count):
-            # A tile may cross several edges; it is processed with the edge that ends the bin of its smallest offset.
+            # A tile may cross several edges; it is processed once, with the bin of its smallest offset.
             tile_row = row_start + i_tile * TILE_M
             min_offset, max_offset = zero_row - tile_row - (TILE_M - 1), zero_row - tile_row + (TILE_N - 1)
             end = bin_end(min_offset)

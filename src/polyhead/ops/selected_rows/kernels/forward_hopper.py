@@ -1,8 +1,9 @@
 """Forward kernel for selected rows on Hopper, in Gluon: faster than `forward` for causal and window masks.
 
 A program processes 128 selected rows where that of `attention.kernels.forward_hopper` processes 128 consecutive ones,
-and has the same bottleneck. The rows are adjacent in memory, so one copy loads them, and ascending, so the first and
-the last of them bound the visible tiles; the mask of a row follows from the position of its query.
+with the same pipeline and the same bottlenecks, which are described there. The selected rows are adjacent in memory, so
+each warpgroup's 64 are loaded by one copy. Their queries ascend, so the first and the last bound the visible tiles. The
+mask of a row follows from the position of its query.
 """
 
 from __future__ import annotations
@@ -35,11 +36,9 @@ _SUPPORTED_STATISTICS = frozenset(STATISTICS)
 
 @gluon.jit
 def _find_rows(ptr_offsets, pairs, total, index):
-    """Return the pair of a block, its first row and the end of the pair's rows.
+    """Return the (batch, head) pair of block `index`, the block's first row, and one past the last row of the pair.
 
-    Pair `pairs` is the padding.
-
-    The same as `tiles.find_rows`, by binary search.
+    The index `pairs` stands for the padding after the last pair. Does what `tiles.find_rows` does, by binary search.
     """
     low = index * 0
     high = low + pairs
@@ -60,10 +59,7 @@ def _producer(
     i_batch, i_kv_head, first_row, first_tile, last_tile,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load queries, and with each tile of keys the values of the previous tile.
-
-    One step needs both.
-    """
+    """Load queries, and with each tile of keys the values of the previous tile: one step of `_consumer` needs both."""
     count = last_tile - first_tile + 1
     if count > 0:
         for i_warpgroup in gl.static_range(2):
@@ -134,7 +130,8 @@ def _consumer(
         query = gl.load(ptr_positions + gl.minimum(offs, stop_row - 1))
         first_position = gl.load(ptr_positions + gl.minimum(row, stop_row - 1)) + offset
         last_position = gl.load(ptr_positions + gl.minimum(row + 63, stop_row - 1)) + offset
-        # First row of a block of consecutive queries in which this row would have its query index.
+        # `weigh` adds the index of a row to the query of the first. Here each row has a "first query" of its own, to
+        # which its index is added to give `query`.
         first_query = query - gl.arange(0, 64, ROWS)
 
         mbarrier.wait(q_ready.index(i_warpgroup), 0)
@@ -159,7 +156,8 @@ def _consumer(
         )  # fmt: skip
         p = packed(weights, DTYPE)
 
-        # Partial tiles, crossed by an edge of the band for some row, and between them the full ones.
+        # From the last key to the first: tiles that the right edge of the band crosses for some row, full tiles, and,
+        # with WINDOW, tiles that the left edge crosses.
         full_to = gl.minimum(gl.maximum(first_position + right + 1, 0), num_keys) // BLOCK_N
         full_to = gl.minimum(gl.maximum(full_to, first_tile), last_tile)
         full_from = first_tile
@@ -199,7 +197,7 @@ def _consumer(
         if ptr_max is not None:
             gl.store(ptr_max + offs, m * LN2, mask=mask_row)
         if ptr_confidence is not None:
-            gl.store(ptr_confidence + offs, 1.0 / l_i, mask=mask_row)  # the largest weight is exp(m - m) / sums
+            gl.store(ptr_confidence + offs, 1.0 / l_i, mask=mask_row)  # the weight of the largest logit: exp(m - m) / l
         if ptr_visible is not None:
             from_key = gl.maximum(query + (offset - left), 0)
             to_key = gl.minimum(query + (offset + right), num_keys - 1)
@@ -239,7 +237,7 @@ def ragged_kernel(
     fence_async_shared()
     barrier()
 
-    # Rows with the most keys start first, to avoid a long tail.
+    # In reverse, since the last rows of a pair have the most keys: programs that start late should be short.
     i_pair, first_row, stop_row = _find_rows(ptr_offsets, pairs, total, gl.num_programs(0) - 1 - gl.program_id(0))
     safe_pair = gl.where(i_pair == pairs, 0, i_pair)
     if BY_HEAD:
@@ -248,7 +246,7 @@ def ragged_kernel(
         i_batch, i_head = safe_pair // heads, safe_pair % heads
     i_kv_head = i_head // group
     i_kv_pair = i_batch * (heads // group) + i_kv_head
-    # The tiles visible to its rows; none without rows, and none for padding.
+    # The tiles visible to the block's rows; none for a block without rows, and none for padding.
     first_tile = first_row * 0
     last_tile = first_tile - 1
     if (first_row < stop_row) & (i_pair < pairs):
@@ -296,7 +294,7 @@ def ragged_kernel(
 def can_serve(selected: SelectedRows, call: KernelCall) -> bool:
     """Return True if this kernel supports the tensors, the mask and the statistics.
 
-    Pairs that do not fill half a block of 128 rows are faster with the smaller blocks of `forward`.
+    With at most 64 rows per pair on average, half a block, the smaller blocks of `forward` are faster.
     """
     return (
         call.query.shape[0] > 64 * (selected.offsets.shape[0] - 1)
@@ -310,7 +308,8 @@ def ragged_forward(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """`forward.ragged_forward` for a band of keys; `scale` must be positive.
 
-    `row_poison` [batch, kv_heads, num_queries] is added to the results of a row: NaN if it sees a non-finite key.
+    `row_poison` [batch, kv_heads, num_queries] is NaN for queries that see a non-finite key, else 0; it is added to the
+    max logit and the sum of a row.
     """
     query, key, value, names = call.query, call.key, call.value, call.names
     left, right, num_queries = call.mask.left, call.mask.right, selected.num_queries
