@@ -16,6 +16,7 @@ from benchmarks.collectives.command import collectives
 from benchmarks.coverage.command import coverage
 from benchmarks.options import Commit, Quick, Seed
 from benchmarks.plan_accuracy.command import plan
+from benchmarks.stability.command import stability
 from benchmarks.statements.command import statements
 from benchmarks.surgery_quality.command import conversion, merging, prediction, surgery
 from benchmarks.training.command import training
@@ -46,6 +47,7 @@ app.command("merging")(merging)
 app.command("prediction")(prediction)
 app.command("training")(training)
 app.command("alarms")(alarms)
+app.command("stability")(stability)
 app.command("collectives")(collectives)
 app.command("coverage")(coverage)
 

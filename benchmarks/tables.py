@@ -12,6 +12,8 @@ from benchmarks.measuring.calls import FORWARD
 from benchmarks.measuring.calls import TRAINING as TRAINED
 from benchmarks.measuring.results import cells, counted, read
 from benchmarks.plan_tables import accuracy_section
+from benchmarks.stability.tables import settings_of, stability_section
+from benchmarks.stability.trials import read_results as read_stability
 from benchmarks.statements.command import OTHER
 from benchmarks.surgery_tables import quality_section
 from benchmarks.training.contestants import contest
@@ -39,6 +41,7 @@ REPLACED = "replaced-"
 MONITORING = "monitoring-"
 ONE_RANK = "one-rank-"
 STATEMENTS = "statements-"
+STABILITY = "stability-"
 COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
 TRAINING_HEADER = {
     "equal": "equal budget of",
@@ -262,13 +265,24 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "one-rank": _timed(ONE_RANK, "model and tokens, or shape"),
     "training": _each(f"{TRAINING}*.jsonl", _training_table),
     "dynamic-heads": _each(f"{DYNAMIC_HEADS}*.jsonl", _dynamic_heads),
+    "stability": _each(f"{STABILITY}*.jsonl", stability_section),
     "quality": _each(f"{SURGERY}*.jsonl", quality_section),
     "pruned-time": _timed(SURGERY, "call"),
     "plan": _each(f"{PLAN}*.json", accuracy_section),
 }
 
 
+def draw_figures(results: Path = RESULTS, images: Path = ROOT / "docs" / "images") -> None:
+    """Draw the figures to which sections link."""
+    for path in sorted(results.glob(f"{STABILITY}*.jsonl")):
+        from benchmarks.stability.figure import draw
+
+        if settings_of(found := read_stability(path)):
+            draw(found, images / f"{path.stem}.svg")
+
+
 def main() -> None:
+    draw_figures()
     PAGE.write_text(results_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"updated {PAGE.relative_to(ROOT)}")
 

@@ -23,18 +23,26 @@ def outcome(trace: Trace) -> dict[str, Any]:
     named = [alarm for alarm in after if _names_plant(trace, alarm)]
     in_time = [alarm for alarm in named if spike is not None and AHEAD[0] <= spike - alarm.step <= AHEAD[1]]
     crossed = (trace.values[:, 0] >= callback.logit_limit).any(1).nonzero()[:, 0].tolist()
+    first = after[0] if after else None
     return {
         "run": asdict(trace.run),
         "place": trace.run.place if trace.run.plant else None,
         "spike": spike,
-        "alarms": [(x.kind, x.step, x.head and (x.head.layer, x.head.head), x.evidence) for x in callback.alarms][:8],
+        "alarms": [(*_brief(x), x.evidence) for x in callback.alarms][:8],
         "count": len(callback.alarms),
         "before": sum(alarm.step < PLANTED for alarm in callback.alarms),
-        "first_names": bool(after) and after[0] in named,
+        "first": first and _brief(first),  # alarm since the plant
+        "first_names": first is not None and first in named,
+        "named": named[0].step if named else None,
         "lead": spike - in_time[0].step if spike is not None and in_time else None,
         "by": in_time[0].kind if in_time else None,
         "crossed": crossed[0] if crossed else None,
     }
+
+
+def _brief(alarm: Alarm) -> tuple[str, int, tuple[int, int] | None]:
+    """Return the kind, the step, and layer and head."""
+    return alarm.kind, alarm.step, alarm.head and (alarm.head.layer, alarm.head.head)
 
 
 def _names_plant(trace: Trace, alarm: Alarm) -> bool:

@@ -77,16 +77,23 @@ class Trace:
 
     @property
     def spike(self) -> int | None:
-        """First step of a spike: a loss 5 MAD above the median of the last 100 steps, for 5 steps."""
-        losses = self.losses.double().numpy()
-        before = np.lib.stride_tricks.sliding_window_view(losses, WINDOW)[:-1]
-        center = np.median(before, 1)
-        limit = center + DEVIATIONS * np.median(abs(before - center[:, None]), 1)
-        for index in range(len(limit) - LENGTH + 1):
-            # Each step of a spike is compared with what came before the spike.
-            if not (losses[WINDOW + index : WINDOW + index + LENGTH] <= limit[index]).any():
-                return WINDOW + index
+        """First step of a spike."""
+        return first_spike(self.losses)
+
+
+def first_spike(losses: Tensor) -> int | None:
+    """Return the first step of a spike: a loss 5 MAD above the median of the last 100 steps, for 5 steps."""
+    if len(losses) < WINDOW + LENGTH:
         return None
+    values = losses.double().numpy()
+    before = np.lib.stride_tricks.sliding_window_view(values, WINDOW)[:-1]
+    center = np.median(before, 1)
+    limit = center + DEVIATIONS * np.median(abs(before - center[:, None]), 1)
+    for index in range(len(limit) - LENGTH + 1):
+        # Each step of a spike is compared with what came before the spike.
+        if not (values[WINDOW + index : WINDOW + index + LENGTH] <= limit[index]).any():
+            return WINDOW + index
+    return None
 
 
 def healthy_runs(stack: int, count: int, first_seed: int) -> list[Run]:

@@ -40,8 +40,8 @@ def train(
     batches = Batches(text, batch=contest.batch, context=sizes.context, seed=trial.seed, device=device)
     for step in range(steps):
         pieces = batches.draw()
-        with _narrow(device):
-            loss, own = _losses(model, pieces)
+        with autocast(device):
+            loss, own = byte_losses(model, pieces)
         (loss + own).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -75,11 +75,12 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """bfloat16 on a GPU, float32 elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _losses(model: nn.Module, pieces: Tensor) -> tuple[Tensor, Tensor]:
+def byte_losses(model: nn.Module, pieces: Tensor) -> tuple[Tensor, Tensor]:
     """Nats a byte of pieces [batch, context + 1], and the layers' own losses."""
     logits, own = model(pieces[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), pieces[:, 1:].flatten()), own
@@ -90,7 +91,7 @@ def _bits(model: nn.Module, questions: Tensor, batch: int, device: torch.device)
     """Of a byte, on average over all that is held out; a context's later bytes have more to go by."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in questions.split(batch):
-        with _narrow(device):
-            total += _losses(model, pieces.to(device).long())[0].double() * len(pieces)
+        with autocast(device):
+            total += byte_losses(model, pieces.to(device).long())[0].double() * len(pieces)
     bits = total.item() / len(questions) / math.log(2)
     return bits if math.isfinite(bits) else math.nan
