@@ -23,6 +23,7 @@ from torch import Tensor
 import polyhead
 from polyhead import Mask
 from polyhead.ops.common.kernels.row_ends import mask_ends
+from polyhead.ops.common.kernels.head_sums import squared_norms, summed_products, tokens_and_entropies
 from polyhead.ops.common.kernels.row_reduction import reduce_rows
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.decode.fused import CacheArguments, decode
@@ -161,6 +162,17 @@ def reduced_in_chunks() -> list[Tensor]:
     return [reduce_rows([entropy], keys, None, state, heads=range(4), share=0, learned_sinks=False, chunks=3)]
 
 
+def summed_by_head() -> list[Tensor]:
+    """Sums of a monitor, with uneven sizes."""
+    entropy, keys = (torch.rand(3, 37, 67, device="cuda") + 1 for _ in range(2))
+    real = torch.rand(3, 67, device="cuda") < 0.7
+    tokens, number, counts = tokens_and_entropies(entropy, 2 * keys, real, bins=7, learned_sinks=False)
+    x = torch.randn(3, 67, 37, 24, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    squares = squared_norms(x, tokens)
+    products = summed_products(*(torch.randn(5, 67, 67, device="cuda") for _ in range(2)))
+    return [tokens.float(), number.float(), counts.float(), squares, products]
+
+
 def searched() -> list[Tensor]:
     """Ends of the rows and of the columns of a mask and of a bias, with uneven sizes."""
     shown = torch.rand(2, 131, 67, device="cuda") < 0.1
@@ -217,6 +229,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "grouped products, long": lambda: multiplied(260),
     "grouped products, fp32": lambda: multiplied(40, FP32),
     "rows reduced in chunks": reduced_in_chunks,
+    "sums of a monitor": summed_by_head,
 }  # fmt: skip
 
 

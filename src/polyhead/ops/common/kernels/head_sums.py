@@ -136,7 +136,8 @@ def squared_norms(x: Tensor, tokens: Tensor) -> Tensor:
     numbers = (*strides, queries, batch * queries, heads)
     constants = (unit, x.stride(3) == 1, dim, block_rows, block_dim)
     with torch.cuda.device_of(x):
-        variant = x.get_device(), x.dtype, x.data_ptr() % 16, tokens.data_ptr() % 16, wide(*numbers)
+        kinds = tuple((tensor.dtype, tensor.data_ptr() % 16) for tensor in (x, tokens))
+        variant = x.get_device(), kinds, wide(*numbers)
         launch(_squares_kernel, blocks * heads, (x, tokens, sums, *numbers), constants, variant=variant)
     return sums.sum(0)
 

@@ -74,7 +74,7 @@ def launch_repeated(
         arguments: tensors, descriptors, numbers and tuples of them, in the order of the kernel.
         constants: its constexpr arguments, by name.
         options: Triton's launch options.
-        device: index of the GPU; -1 for the interpreter.
+        device: index of the GPU.
     """
     key = kernel, device, _kind(arguments), *constants.values(), *options.values()
     known = _repeated.get(key)
@@ -83,7 +83,7 @@ def launch_repeated(
         compiled[programs, 1, 1](*arguments, *values)
         return
     compiled = kernel[(programs,)](*arguments, **constants, **options)
-    if device >= 0:
+    if compiled is not None:  # the interpreter compiles nothing
         if len(_repeated) >= _MOST_REPEATED:  # lengths of a growing cache
             _repeated.clear()
         _repeated[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])

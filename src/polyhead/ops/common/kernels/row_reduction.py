@@ -246,7 +246,8 @@ def reduce_rows(
         strides[2] == strides[5] == strides[7] == 1,
     )
     aligned = [x.data_ptr() % 16 == 0 for x in statistics]
-    kinds = keys.get_device(), statistics[0].dtype, keys.dtype, state[0].dtype, real is None, tuple(aligned)
+    dtypes = (statistics[0].dtype, keys.dtype, None if real is None else real.dtype, *(x.dtype for x in state))
+    kinds = keys.get_device(), dtypes, tuple(aligned)
     with torch.cuda.device_of(keys):
         for first_slot, first_head, step_head, length in _runs(heads):
             numbers = (*strides, queries, rows, blocks_of_chunk, chunks, first_head, step_head, first_slot, num_slots)
