@@ -22,8 +22,8 @@ from torch import Tensor
 
 import polyhead
 from polyhead import Mask
+from polyhead.ops.common.kernels.head_sums import quadratic_forms, squared_norms, tokens_and_entropies
 from polyhead.ops.common.kernels.row_ends import mask_ends
-from polyhead.ops.common.kernels.head_sums import squared_norms, summed_products, tokens_and_entropies
 from polyhead.ops.common.kernels.row_reduction import reduce_rows
 from polyhead.ops.common.statistics import NAMES
 from polyhead.ops.decode.fused import CacheArguments, decode
@@ -169,8 +169,9 @@ def summed_by_head() -> list[Tensor]:
     tokens, number, counts = tokens_and_entropies(entropy, 2 * keys, real, bins=7, learned_sinks=False)
     x = torch.randn(3, 67, 37, 24, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     squares = squared_norms(x, tokens)
-    products = summed_products(*(torch.randn(5, 67, 67, device="cuda") for _ in range(2)))
-    return [tokens.float(), number.float(), counts.float(), squares, products]
+    rows, matrices = torch.randn(67, 5, 136, device="cuda"), torch.randn(5, 136, 136, device="cuda")
+    forms = [quadratic_forms(rows.to(dtype), matrices, tokens[0]) for dtype in (torch.bfloat16, torch.float32)]
+    return [tokens.float(), number.float(), counts.float(), squares, *forms]
 
 
 def searched() -> list[Tensor]:

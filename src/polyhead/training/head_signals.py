@@ -21,7 +21,7 @@ from polyhead.observation.session import Session
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.watcher import is_recomputed
 from polyhead.ops.attention import AttentionOutput
-from polyhead.ops.common.head_sums import CountedTokens, count_tokens, squared_norms, summed_products
+from polyhead.ops.common.head_sums import CountedTokens, count_tokens, product, quadratic_forms, squared_norms
 from polyhead.training.head_history import COSINES
 
 LOW_ENTROPY = "normalized_entropy_p10"
@@ -246,12 +246,17 @@ class HeadSignals:
         if matrix is None or read.numel() != tokens.numel() * heads * dim:
             self._unread.add(call.site)
             return
-        read = read.detach().reshape(-1, heads, dim)
+        read, matrices = read.detach().reshape(-1, heads, dim), matrix.unflatten(0, (heads, dim))
         # A row that sees no key is zero, unless a bias masks the keys.
-        if awaited.non_padding is not None or call.is_compiled or (call.mask is not None and len(call.mask.biases)):
-            read = torch.where(tokens.reshape(-1, 1, 1), read, 0.0)
+        has_biases = call.mask is not None and len(call.mask.biases) > 0
+        rows = tokens if awaited.non_padding is not None or call.is_compiled or has_biases else None
         dtype = accumulator_dtype(read.device)
-        products = _products(read, matrix.unflatten(0, (heads, dim)), pairs=self.with_pairs, dtype=dtype)
+        if self.with_pairs:
+            read = read if rows is None else torch.where(rows.reshape(-1, 1, 1), read, 0.0)
+            products = _pair_products(read, matrices, dtype)
+        else:
+            with torch.autocast(read.device.type, enabled=False):
+                products = quadratic_forms(read, product(matrices, matrices.mT), rows, dtype)
         self._session.add_state(call.site, _OUTPUTS, OutputSums(awaited.counted.number, products))
 
     # ---- called in backwards
@@ -279,7 +284,7 @@ class HeadSignals:
             matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
             if matrix is not None:
                 by_token = torch.where(tokens[..., None, None], grad.transpose(1, 2), 0.0).flatten(0, 1)
-                products = _products(by_token, matrix.unflatten(0, by_token.shape[1:]), pairs=True, dtype=dtype)
+                products = _pair_products(by_token, matrix.unflatten(0, by_token.shape[1:]), dtype)
             before = gradients.get(site)
             if before is not None:
                 squares = before.squares + squares
@@ -380,28 +385,17 @@ def _shares(squares: Tensor) -> Tensor:
     return torch.where(total == 0, 0.0, squares / total)
 
 
-def _products(read: Tensor, matrices: Tensor, *, pairs: bool, dtype: torch.dtype) -> Tensor:
-    """Return sums over tokens of the inner products of read [tokens, heads, dim] times matrices [heads, dim, width].
+def _pair_products(read: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sums over tokens of the inner products of all pairs of heads, [heads, heads].
 
-    For heads with x_i = z_i W_i, the sum of x_i x_j^T is that of all elements of (sum z_i^T z_j) * (W_i W_j^T): no
-    output of a single head is ever computed. [heads], or [heads, heads] for all pairs.
+    Of read [tokens, heads, dim] times matrices [heads, dim, width], x_i = z_i W_i: the sum of x_i x_j^T is that of all
+    elements of (sum z_i^T z_j) * (W_i W_j^T), so that no output of a single head is ever computed.
     """
     heads, dim, _ = matrices.shape
     with torch.autocast(read.device.type, enabled=False):
-        if not pairs:
-            by_head = read.transpose(0, 1)
-            return summed_products(_product(by_head.mT, by_head), _product(matrices, matrices.mT), dtype)
         joined, joined_matrices = read.flatten(1)[None], matrices.flatten(0, 1)[None]
-        products = _product(joined.mT, joined) * _product(joined_matrices, joined_matrices.mT)
+        products = product(joined.mT, joined) * product(joined_matrices, joined_matrices.mT)
         return products.view(heads, dim, heads, dim).sum((1, 3), dtype=dtype)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return a batched product in float32 at least; squares of 16-bit numbers overflow."""
-    if left.is_cuda and left.dtype.itemsize == 2:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    dtype = torch.promote_types(left.dtype, torch.float32)
-    return torch.bmm(left.to(dtype), right.to(dtype))
 
 
 def _cosines(products: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead.ops.common import head_sums
-from polyhead.ops.common.head_sums import count_tokens, squared_norms, summed_products
+from polyhead.ops.common.head_sums import count_tokens, quadratic_forms, squared_norms
 from tests.ops.interpreter.interpreted import in_the_interpreter, poisoned_memory
 from tests.waiting import waiting_is_an_error
 
@@ -22,6 +22,8 @@ def rows_of(batch: int, heads: int, queries: int, device: str, *, learned_sinks:
     """Return visible keys, 0 and 1 among them, entropies in the middle of bins or NaN, real rows, and the bins."""
     keys = torch.randint(0, 4, (batch, heads, queries)) * torch.randint(1, 9, (batch, heads, queries))
     keys[:, :, ::5] = 0  # of all heads
+    keys[:, 1:, 1::5] = 0
+    keys[:, :1, 1::5] = 3  # of the first head alone
     index = torch.randint(0, BINS, keys.shape)
     entropy = (index + 0.5) / BINS * (keys + learned_sinks).clamp_min(2).log()
     entropy = torch.where(keys > 0, entropy, torch.nan)
@@ -80,15 +82,30 @@ def check_norms(device: str) -> None:
     assert found.tolist() == pytest.approx([48.0] * 4, rel=1e-6)
 
 
-def check_products(device: str) -> None:
-    for shape in ((1, 1, 1), (3, 24, 24), (2, 64, 67)):
-        a, b = (torch.randn(shape, device=device) for _ in range(2))
-        exact = (a.double() * b.double()).sum((1, 2))
-        bound = 1e-6 * (a.double() * b.double()).abs().sum((1, 2))
-        assert ((summed_products(a, b) - exact).abs() <= bound).all()
+def check_forms(device: str) -> None:
+    is_interpreted = device == "cpu" and head_sums.has_kernel(torch.ones(1))
+    half = torch.float16 if is_interpreted else torch.bfloat16  # whose products the interpreter gets wrong
+    for dtype, bound in ((torch.float32, 2e-6), (half, 2e-6), (torch.float64, 1e-13)):
+        for count, heads, dim in ((1, 1, 1), (131, 3, 24), (67, 2, 136), (1009, 1, 17)):
+            torch.manual_seed(count)
+            x = torch.randn(count, heads, dim).to(device, dtype)
+            root = torch.randn(heads, dim, 5, device=device)
+            matrices = (root @ root.mT).to(torch.promote_types(dtype, torch.float32))
+            wide = torch.nn.functional.pad(x, (0, 3))[..., :dim]
+            scattered = torch.repeat_interleave(x, 2, -1)[..., ::2]
+            tokens = (torch.rand(count) > 0.4).to(device)
+            for layout, chosen in ((x, None), (x, tokens), (wide, tokens), (scattered, None)):
+                rows = layout.double() if chosen is None else torch.where(chosen[:, None, None], layout.double(), 0.0)
+                exact = torch.einsum("thi,hij,thj->h", rows, matrices.double(), rows)
+                size = torch.einsum("thi,hij,thj->h", rows.abs(), matrices.double().abs(), rows.abs())
+                if chosen is not None:
+                    layout = torch.where(chosen[:, None, None], layout, torch.nan)
+                found = quadratic_forms(layout, matrices, chosen)
+                assert found.dtype is torch.float64
+                assert ((found - exact).abs() <= bound * size).all()
 
 
-CHECKS = (check_tokens, check_entropies_beyond_the_bins, check_norms, check_products)
+CHECKS = (check_tokens, check_entropies_beyond_the_bins, check_norms, check_forms)
 
 
 def check_kernel(check: Callable[[str], None]) -> None:
@@ -122,6 +139,9 @@ def test_on_a_gpu_nothing_waits_and_the_same_numbers_give_the_same_bits() -> Non
     with waiting_is_an_error():
         counted = [count_tokens(keys, real, entropy, bins=BINS) for _ in range(2)]
         norms = [squared_norms(x, counted[0].tokens) for _ in range(2)]
+        matrices, read = torch.ones(5, 64, 64, device="cuda"), x.transpose(1, 2).reshape(-1, 5, 64)
+        forms = [quadratic_forms(read, matrices, counted[0].tokens) for _ in range(2)]
     assert torch.equal(*norms)
+    assert torch.equal(*forms)
     for one, other in zip(*counted, strict=True):
         assert torch.equal(one, other)

@@ -78,15 +78,27 @@ def squared_norms(x: Tensor, tokens: Tensor, dtype: torch.dtype = torch.float64)
     return torch.linalg.vector_norm(norms, dim=(0, 2), dtype=dtype).square()
 
 
-def summed_products(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return the sum of the elementwise product of [heads, n, m] with [heads, n, m], [heads].
+def quadratic_forms(x: Tensor, matrices: Tensor, tokens: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the sum over tokens of x A x^T for each head, [heads].
 
     Args:
-        a, b: contiguous tensors of one dtype.
+        x: [tokens, heads, dim]; rows that are no tokens are ignored, even if they are NaN.
+        matrices: A, [heads, dim, dim], contiguous and of 32 bits at least.
+        tokens: boolean, one element for each row of `x`; None: all count.
         dtype: that of the result, if no kernel computes it in float64.
     """
-    if a.numel() and has_kernel(a):
+    if x.numel() and x.dtype is not torch.float64 and has_kernel(x):
         from polyhead.ops.common.kernels import head_sums as kernels
 
-        return kernels.summed_products(a, b)
-    return (a * b).sum((1, 2), dtype=dtype)
+        return kernels.quadratic_forms(x if x.stride(2) == 1 else x.contiguous(), matrices, tokens)
+    x = x if tokens is None else torch.where(tokens.reshape(-1, 1, 1), x, 0.0)
+    by_head = x.transpose(0, 1)
+    return (product(by_head.mT, by_head) * matrices).sum((1, 2), dtype=dtype)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return a batched product in float32 at least; squares of 16-bit numbers overflow."""
+    if left.is_cuda and left.dtype.itemsize == 2:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    return torch.bmm(left.to(dtype), right.to(dtype))

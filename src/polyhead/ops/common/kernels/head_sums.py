@@ -1,4 +1,4 @@
-"""Sums per head that a monitor of training takes in every attention call: an entropy histogram and squared norms.
+"""Sums per head that a monitor of training takes in every attention call: entropy histograms and squared norms.
 
 Plain PyTorch needs some thirty launches per layer for them, whose host time is longer than the kernels take.
 """
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polyhead.ops.common.kernels.availability import multiprocessors
 from polyhead.ops.common.kernels.launching import launch, wide
 from polyhead.ops.common.kernels.sizes import blocks_of, power_of_two
 
 _BLOCK_ROWS = 64
 _MAX_BLOCK_HEADS = 32
-_BLOCK_PRODUCTS = 4096
 
 
 @triton.jit(
@@ -87,18 +87,41 @@ def _squares_kernel(
     tl.store(ptr_sums + i_block.to(tl.int64) * heads + i_head, total)
 
 
-@triton.jit(do_not_specialize=("size",))
-def _products_kernel(ptr_a, ptr_b, ptr_sums, size, BLOCK: tl.constexpr):
-    """Sum the products of the elements of two matrices of a head, in float64."""
-    i_head = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, size, BLOCK):
-        # [BLOCK]
-        offs = start + tl.arange(0, BLOCK)
-        mask = offs < size
-        a = tl.load(ptr_a + i_head * size + offs, mask=mask, other=0.0)
-        total += (a * tl.load(ptr_b + i_head * size + offs, mask=mask, other=0.0)).to(tl.float64)
-    tl.store(ptr_sums + i_head, tl.sum(total, 0))
+@triton.jit(do_not_specialize=("stride_token", "stride_head", "tokens", "heads", "tokens_of_split", "splits"))
+def _forms_kernel(
+    ptr_x, ptr_matrices, ptr_tokens, ptr_sums, stride_token, stride_head, tokens, heads, tokens_of_split, splits,
+    UNIT: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Sum x_i A_ij x_j over a split of the tokens of a head, for i and j in two blocks of its channels.
+
+    The matrix sum x^T x of these blocks is never stored. Strides are passed divided by UNIT.
+    """
+    i_head = (tl.program_id(0) % heads).to(tl.int64)
+    i_split = tl.program_id(0) // heads % splits
+    i_pair = tl.program_id(0) // heads // splits
+    blocks: tl.constexpr = (DIM + BLOCK_DIM - 1) // BLOCK_DIM
+    # [BLOCK_DIM]
+    offs_i = i_pair // blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    offs_j = i_pair % blocks * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    mask_i, mask_j = offs_i < DIM, offs_j < DIM
+    tile = tl.zeros([BLOCK_DIM, BLOCK_DIM], tl.float32)
+    first = i_split.to(tl.int64) * tokens_of_split
+    last = tl.minimum(first + tokens_of_split, tokens)
+    for start in range(first, last, BLOCK_TOKENS):
+        # [BLOCK_TOKENS]
+        offs_token = start + tl.arange(0, BLOCK_TOKENS)
+        mask_token = offs_token < last
+        if ptr_tokens is not None:
+            mask_token = mask_token & (tl.load(ptr_tokens + offs_token, mask=mask_token, other=0) != 0)
+        # [BLOCK_TOKENS, BLOCK_DIM]
+        ptr_rows = ptr_x + ((offs_token * stride_token + i_head * stride_head) * UNIT)[:, None]
+        x_i = tl.load(ptr_rows + offs_i[None, :], mask=mask_token[:, None] & mask_i[None, :], other=0.0)
+        x_j = tl.load(ptr_rows + offs_j[None, :], mask=mask_token[:, None] & mask_j[None, :], other=0.0)
+        tile = tl.dot(tl.trans(x_i), x_j, tile, input_precision="ieee")
+    offs = (i_head * DIM + offs_i[:, None]) * DIM + offs_j[None, :]
+    matrix = tl.load(ptr_matrices + offs, mask=mask_i[:, None] & mask_j[None, :], other=0.0)
+    total = tl.sum(tl.sum(tile * matrix, 1).to(tl.float64), 0)
+    tl.store(ptr_sums + (i_pair * splits + i_split) * heads + i_head, total)
 
 
 def tokens_and_entropies(
@@ -142,11 +165,25 @@ def squared_norms(x: Tensor, tokens: Tensor) -> Tensor:
     return sums.sum(0)
 
 
-def summed_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of the elementwise product of two contiguous tensors [heads, n, m], [heads] in float64."""
-    heads, size = len(a), a[0].numel()
-    sums = torch.empty(heads, dtype=torch.float64, device=a.device)
-    with torch.cuda.device_of(a):
-        variant = a.get_device(), a.dtype, b.dtype, a.data_ptr() % 16, b.data_ptr() % 16, wide(size)
-        launch(_products_kernel, heads, (a, b, sums, size), (_BLOCK_PRODUCTS,), variant=variant, num_warps=8)
-    return sums
+def quadratic_forms(x: Tensor, matrices: Tensor, tokens: Tensor | None) -> Tensor:
+    """Return the sum over the tokens of x A x^T for each head, float64 [heads]; the last axis of `x` is contiguous.
+
+    Splits of the tokens are added in a fixed order: the same numbers give the same bits.
+    """
+    count, heads, dim = x.shape
+    is_half = x.element_size() == 2
+    block_dim = max(16, min(power_of_two(dim), 128 if is_half else 64))
+    pairs = blocks_of(dim, block_dim) ** 2
+    splits = max(1, min(multiprocessors(x.get_device()) // (heads * pairs), blocks_of(count, _BLOCK_ROWS)))
+    tokens_of_split = blocks_of(blocks_of(count, splits), _BLOCK_ROWS) * _BLOCK_ROWS
+    splits = blocks_of(count, tokens_of_split)
+    unit = 8 if not (x.stride(0) % 8 or x.stride(1) % 8) else 1
+    sums = torch.empty((pairs * splits, heads), dtype=torch.float64, device=x.device)
+    numbers = (x.stride(0) // unit, x.stride(1) // unit, count, heads, tokens_of_split, splits)
+    constants = (unit, dim, _BLOCK_ROWS, block_dim)
+    with torch.cuda.device_of(x):
+        kinds = tuple(None if y is None else (y.dtype, y.data_ptr() % 16) for y in (x, matrices, tokens))
+        arguments, num_warps = (x, matrices, tokens, sums, *numbers), 8 if block_dim == 128 else 4
+        variant = x.get_device(), kinds, wide(*numbers)
+        launch(_forms_kernel, pairs * splits * heads, arguments, constants, variant=variant, num_warps=num_warps)
+    return sums.sum(0)
