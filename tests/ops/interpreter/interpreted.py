@@ -41,7 +41,8 @@ def in_the_interpreter(check: Callable[..., object], /, *arguments: Any, **optio
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     # A process that has started threads cannot be copied safely, so nothing that it imports may start any.
-    alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # Nor may it use a GPU, which its forks could not.
+    alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **alone, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
 
 
