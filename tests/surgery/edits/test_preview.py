@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
 from polyhead.costs import Workload
 from polyhead.errors import OptionError
@@ -30,3 +32,23 @@ def test_a_preview_counts_what_is_there_afterwards(name):
     assert changed[0].after.flops < changed[0].before.flops
     with pytest.raises(OptionError, match="heads 0 to"):
         preview(model, [PruneHeads(0, (9,), stack=layers[0].stack)])
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_the_cache_of_a_model_of_images_and_text_is_that_of_its_decoder(with_head):
+    images = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 14, "patch_size": 7}
+    text = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 10}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**images),
+        text_config=transformers.LlamaConfig(**text, num_key_value_heads=3, intermediate_size=31),
+        image_token_index=60,
+    )
+    kind = transformers.LlavaForConditionalGeneration if with_head else transformers.LlavaModel
+    model = kind(config).eval()
+    tokens = torch.arange(11)[None]
+    with torch.no_grad():
+        filled = model(input_ids=tokens, use_cache=True).past_key_values
+    stack = next(layer.stack for layer in find_layers(model) if "language_model" in layer.path)
+    counted = preview(model, [PruneHeads(0, (0, 1), stack=stack)])
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in filled.layers)
+    assert counted.before.cache_bytes_per_token == stored / tokens.numel() == 2 * 2 * 3 * 10 * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,14 +102,34 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
 
 
 def uncached_layers(model: nn.Module, layers: Sequence[AttentionLayer]) -> frozenset[str]:
-    """Return the paths of a transformers model's layers that keep no KV cache: those of an encoder."""
+    """Return the paths of a transformers model's layers that keep no KV cache: those of an encoder.
+
+    The encoder of images or audio in a causal model is one whose attention takes no cache.
+    """
     if not is_pretrained(model):
         return frozenset()
     kind = kind_of(model)
-    if kind != "encoder-decoder":
-        return frozenset(layer.path for layer in layers if kind in ("encoder", "masked"))
-    encoder = set(map(id, model.get_encoder().modules()))  # type: ignore[operator]  # every such model has one
-    return frozenset(layer.path for layer in layers if id(layer.module) in encoder)
+    uncached = {layer.path for layer in layers if not _takes_cache(layer)}
+    if kind in ("encoder", "masked"):
+        uncached |= {layer.path for layer in layers if not _is_in_decoder(model, layer)}
+    elif kind == "encoder-decoder":
+        encoder = set(map(id, model.get_encoder().modules()))  # type: ignore[operator]  # every such model has one
+        uncached |= {layer.path for layer in layers if id(layer.module) in encoder}
+    return frozenset(uncached)
+
+
+def _takes_cache(layer: AttentionLayer) -> bool:
+    """Return whether the forward of a layer's module takes a KV cache, under any of the names in use."""
+    names = inspect.signature(inspect.unwrap(type(layer.module).forward)).parameters
+    return any("past" in name or name in ("cache", "kv_cache") for name in names)
+
+
+def _is_in_decoder(model: nn.Module, layer: AttentionLayer) -> bool:
+    """Return whether the innermost transformers model around a layer is a decoder, such as that of a LlavaModel."""
+    names = layer.path.split(".")
+    around = (model.get_submodule(".".join(names[:length])) for length in reversed(range(1, len(names))))
+    inner = next((module for module in around if is_pretrained(module)), None)
+    return inner is not None and kind_of(inner) == "decoder"
 
 
 def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCounts:
