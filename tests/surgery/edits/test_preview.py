@@ -6,9 +6,14 @@ import pytest
 import torch
 import transformers
 
+import polyhead
 from polyhead.costs import Workload
+from polyhead.costs.layouts.layout_sources import read_layout
 from polyhead.errors import OptionError
+from polyhead.layers import MultiHeadAttention
+from polyhead.masks import Mask
 from polyhead.surgery import PruneHeads, apply, find_layers, fingerprint, preview
+from tests.integrations.huggingface import models
 from tests.surgery.gated import FAMILIES, build
 
 
@@ -52,3 +57,27 @@ def test_the_cache_of_a_model_of_images_and_text_is_that_of_its_decoder(with_hea
     counted = preview(model, [PruneHeads(0, (0, 1), stack=stack)])
     stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in filled.layers)
     assert counted.before.cache_bytes_per_token == stored / tokens.numel() == 2 * 2 * 3 * 10 * 4
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "qwen2", "gemma3_text", "cohere2", "starcoder2"])
+def test_previewed_flops_are_those_of_a_plan(name):
+    model = models.build(next(x for x in models.DECODERS if x.name == name))
+    counted = preview(model, [PruneHeads(0, (1,))], work=Workload.forward(23))
+    planned = polyhead.plan(read_layout(model.config.to_dict(), causal=True), context=23, phases=["prefill"])
+    assert counted.before.flops == planned["prefill"].flops.total
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (None, 23 * 23),
+        (Mask.causal(), 23 * 24 // 2),
+        (Mask.window(5), 5 * 23 - 10),
+        (Mask.window(left=3, right=3), 23 * 23),  # all pairs are counted where attention is not causal
+    ],
+)
+def test_flops_of_a_layer_are_those_of_the_pairs_that_its_mask_leaves(mask, pairs):
+    layer = MultiHeadAttention(12, 4, bias=False)
+    layer.mask = mask
+    counted = preview(layer, [PruneHeads(0, (1,))], work=Workload.forward(23)).before
+    assert counted.flops == 2 * 23 * 4 * 12 * 12 + 2 * 2 * pairs * 12

@@ -6,11 +6,13 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from polyhead.costs import Workload, estimate_cost
+from polyhead.costs.layouts.hf_families import WINDOWED
 from polyhead.geometry import HeadLayout
 from polyhead.layers import MultiHeadConfig
 from polyhead.observation.transformers_models import is_pretrained
@@ -134,10 +136,27 @@ def _is_in_decoder(model: nn.Module, layer: AttentionLayer) -> bool:
 
 def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCounts:
     layout: HeadLayout = heads.layout
-    causal = layer.module.mask is not None if layer.is_ours else bool(getattr(layer.module, "is_causal", False))
+    if layer.is_ours:
+        causal = layer.module.mask is not None and layer.module.mask.right == 0
+    else:
+        causal = bool(getattr(layer.module, "is_causal", False))
     dtype: torch.dtype = heads.query.dtype
-    cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal), work, dtype=dtype)
+    window = _window(layer) if causal else None
+    cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal, window=window), work, dtype=dtype)
     # Count actual biases: in some families only some of the projections have one.
     return HeadCounts(
         layout.num_heads, layout.num_kv_heads, heads.num_parameters, cost.forward.total, cost.cache_bytes_per_token
     )
+
+
+def _window(layer: AttentionLayer) -> int | None:
+    """Return the sliding window of a causal layer, in keys; None without one."""
+    if layer.is_ours:
+        left = layer.module.mask.left
+        return None if left is None else left + 1
+    config: Any = getattr(layer.module, "config", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(layer.module, "layer_idx", None)
+    is_windowed = getattr(config, "model_type", None) in WINDOWED
+    if kinds is not None and isinstance(index, int):
+        is_windowed = kinds[index] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if is_windowed else None
