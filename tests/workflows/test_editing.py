@@ -326,9 +326,10 @@ def test_edits_in_memory_are_saved_with_one_record_of_all_of_them(place, tmp_pat
     original = fingerprint(model)
     first = polyhead.prune(model, "L0H1", form="uneven", compensate=False)
     second = polyhead.merge(model, "L1H0+L1H1", form="uneven")
+    assert first.undo_caveat == ""
     second.undo()
     third = polyhead.prune(model, "L0H0", form="uneven", compensate=False)
-    assert first.undo_caveat == third.undo_caveat == ""
+    assert third.undo_caveat == ""
     third.save(tmp_path / "edited")
     assert fingerprint(polyhead.undo(tmp_path / "edited").model) == original
     third.undo()

@@ -26,7 +26,6 @@ from polyhead.surgery.storage.loading import load_record
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
 
-
 # By model in memory: the fingerprints after its edits that were not undone, and their results.
 _RESULTS: WeakKeyDictionary[nn.Module, list[tuple[str, ReferenceType[EditedModel]]]] = WeakKeyDictionary()
 
@@ -89,7 +88,7 @@ class EditedModel:
     calibration_original: float | None = None
     attention: AttentionSwitch | None = None
     _follows: EditedModel | None = field(init=False, repr=False, default=None)  # result of the edit before, in memory
-    _is_later: bool = field(init=False, repr=False, default=False)  # whether there was one, even if it was not kept
+    _was_edited: bool = field(init=False, repr=False, default=False)  # whether the original was, in memory or before
 
     def __post_init__(self) -> None:
         """Find the result of the edit in memory that this one follows."""
@@ -100,7 +99,9 @@ class EditedModel:
             earlier = earlier[:-1]
         _RESULTS[self.model] = [*earlier, (self.record.after, ref(self))]
         object.__setattr__(self, "_follows", earlier[-1][1]() if earlier else None)
-        object.__setattr__(self, "_is_later", bool(earlier))
+        before = {layer.path: layer.origins for layer in self.record.layers}
+        has_edited_heads = not all(x.is_unedited for x in {**head_origins(self.model), **before}.values())
+        object.__setattr__(self, "_was_edited", bool(earlier) or has_edited_heads)
 
     @property
     def model(self) -> Any:
@@ -172,12 +173,6 @@ class EditedModel:
             return str(error)
         return "no record of them was saved or kept" if saved is None and self._was_edited else saved
 
-    @property
-    def _was_edited(self) -> bool:
-        """Whether heads of the original were edited already."""
-        before = {layer.path: layer.origins for layer in self._record().layers}
-        return self._is_later or not all(x.is_unedited for x in {**head_origins(self.model), **before}.values())
-
 
 def is_saved_in(tokenizer: Any, folder: Path) -> bool:
     """Return whether the tokenizer in a folder is this one."""
@@ -187,7 +182,11 @@ def is_saved_in(tokenizer: Any, folder: Path) -> bool:
         saved = transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError):
         return False
-    return type(saved) is type(tokenizer) and all(
-        getattr(saved, name, None) == getattr(tokenizer, name, None)
-        for name in ("added_tokens_decoder", "special_tokens_map", "chat_template")
-    ) and saved.get_vocab() == tokenizer.get_vocab()
+    return (
+        type(saved) is type(tokenizer)
+        and all(
+            getattr(saved, name, None) == getattr(tokenizer, name, None)
+            for name in ("added_tokens_decoder", "special_tokens_map", "chat_template")
+        )
+        and saved.get_vocab() == tokenizer.get_vocab()
+    )

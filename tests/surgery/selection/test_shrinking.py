@@ -79,7 +79,6 @@ def test_flops_outside_of_attention_include_the_experts_that_a_token_passes_thro
     assert other_flops(model, Workload.forward(13)) == counter.get_total_flops() - attention
 
 
-
 def test_a_curve_has_its_controls(batches):
     model = build(FAMILIES["bert"])
     before = fingerprint(model)

@@ -136,12 +136,8 @@ def _is_in_decoder(model: nn.Module, layer: AttentionLayer) -> bool:
 
 def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCounts:
     layout: HeadLayout = heads.layout
-    if layer.is_ours:
-        causal = layer.module.mask is not None and layer.module.mask.right == 0
-    else:
-        causal = bool(getattr(layer.module, "is_causal", False))
+    causal, window = _causal_and_window(layer)
     dtype: torch.dtype = heads.query.dtype
-    window = _window(layer) if causal else None
     cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal, window=window), work, dtype=dtype)
     # Count actual biases: in some families only some of the projections have one.
     return HeadCounts(
@@ -149,14 +145,17 @@ def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCou
     )
 
 
-def _window(layer: AttentionLayer) -> int | None:
-    """Return the sliding window of a causal layer, in keys; None without one."""
+def _causal_and_window(layer: AttentionLayer) -> tuple[bool, int | None]:
+    """Return whether a layer is causal and, if it is, its sliding window in keys; None without one."""
+    module: Any = layer.module
     if layer.is_ours:
-        left = layer.module.mask.left
-        return None if left is None else left + 1
-    config: Any = getattr(layer.module, "config", None)
-    kinds, index = getattr(config, "layer_types", None), getattr(layer.module, "layer_idx", None)
+        causal = module.mask is not None and module.mask.right == 0
+        return causal, module.mask.left + 1 if causal and module.mask.left is not None else None
+    if not getattr(module, "is_causal", False):
+        return False, None
+    config = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     is_windowed = getattr(config, "model_type", None) in WINDOWED
     if kinds is not None and isinstance(index, int):
         is_windowed = kinds[index] == "sliding_attention"
-    return getattr(config, "sliding_window", None) if is_windowed else None
+    return True, getattr(config, "sliding_window", None) if is_windowed else None
