@@ -98,10 +98,9 @@ class SideFiles:
                         "folder"
                     )
             for name in files:
-                rewritten = not inside.parts and (
-                    name in _REWRITTEN or (self.tokenizer is not None and name in _OF_TOKENIZERS)
-                )
-                if name.startswith(".") or rewritten or name.lower().endswith(_WEIGHTS):
+                rewritten = not inside.parts and name in _REWRITTEN
+                replaced = self.tokenizer is not None and not inside.parts and name in _OF_TOKENIZERS
+                if name.startswith(".") or rewritten or replaced or name.lower().endswith(_WEIGHTS):
                     continue
                 source = self._resolved(Path(parent) / name)
                 info = source.stat()
