@@ -297,3 +297,64 @@ def test_other_arguments_are_checked_before_a_model_is_loaded(place):
     ):
         with pytest.raises(OptionError):
             call()
+
+
+def test_the_tokenizer_passed_with_a_model_is_saved_instead_of_the_one_in_its_folder(place, tmp_path):
+    model, extended = in_memory(place / "llama"), tokenizer()
+    extended.add_tokens(["unheard"])
+    model.resize_token_embeddings(len(extended))
+    model.eval()  # the new head is in training mode
+    edited = polyhead.prune(model, "L0H1", form="uneven", tokenizer=extended, compensate=False)
+    edited.save(tmp_path / "pruned")
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "pruned")) == len(extended) == len(tokenizer()) + 1
+    undone = polyhead.undo(tmp_path / "pruned")
+    undone.save(tmp_path / "original")
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "original")) == len(extended)
+
+
+def test_the_tokenizer_of_the_folder_is_copied_byte_for_byte(place, tmp_path):
+    files = sorted((place / "llama").glob("tokenizer*"))
+    assert len(files)
+    passed = transformers.AutoTokenizer.from_pretrained(place / "llama")
+    edited = polyhead.prune(in_memory(place / "llama"), "L0H1", form="uneven", tokenizer=passed, compensate=False)
+    edited.save(tmp_path / "pruned")
+    assert [(tmp_path / "pruned" / file.name).read_bytes() for file in files] == [file.read_bytes() for file in files]
+
+
+def test_edits_in_memory_are_saved_with_one_record_of_all_of_them(place, tmp_path):
+    model = in_memory(place / "llama")
+    original = fingerprint(model)
+    first = polyhead.prune(model, "L0H1", form="uneven", compensate=False)
+    second = polyhead.merge(model, "L1H0+L1H1", form="uneven")
+    assert first.undo_caveat == ""
+    second.undo()
+    third = polyhead.prune(model, "L0H0", form="uneven", compensate=False)
+    assert third.undo_caveat == ""
+    third.save(tmp_path / "edited")
+    assert fingerprint(polyhead.undo(tmp_path / "edited").model) == original
+    third.undo()
+    first.undo()
+    assert fingerprint(model) == original
+
+
+def test_edits_in_memory_follow_those_of_a_saved_model(place, tmp_path):
+    original = fingerprint(in_memory(place / "llama"))
+    polyhead.prune(in_memory(place / "llama"), "L0H1", form="uneven", compensate=False).save(tmp_path / "first")
+    model = polyhead.load(tmp_path / "first")
+    results = [polyhead.prune(model, name, form="uneven", compensate=False) for name in ("L0H0", "L1H2")]
+    assert [x.undo_caveat for x in results] == ["", ""]
+    results[-1].save(tmp_path / "edited")
+    assert fingerprint(polyhead.undo(tmp_path / "edited").model) == original
+
+
+def test_earlier_edits_without_a_record_are_named_as_such(place, tmp_path):
+    model = in_memory(place / "llama")
+    polyhead.merge(model, "L1H0+L1H1", form="uneven")  # the result is not kept
+    edited = polyhead.prune(model, "L0H1", form="uneven", compensate=False)
+    assert edited.undo_caveat == "no record of them was saved or kept"
+    polyhead.surgery.save(model, tmp_path / "without", form="uneven", tokenizer=tokenizer())
+    again = polyhead.prune(tmp_path / "without", "L0H0", form="uneven", compensate=False)
+    assert again.undo_caveat == edited.undo_caveat
+    reordered = in_memory(place / "llama")
+    polyhead.surgery.apply(reordered, [polyhead.surgery.ReorderHeads(0, (1, 0, 3, 2))])
+    assert polyhead.prune(reordered, "L1H0", form="uneven", compensate=False).undo_caveat == edited.undo_caveat

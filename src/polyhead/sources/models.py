@@ -25,6 +25,7 @@ from polyhead.sources.model_source import ModelSource, find_source
 # A "decoder" is a causal model without a language modelling head, an "encoder" a masked one without.
 Kind = Literal["causal", "masked", "decoder", "encoder", "encoder-decoder"]
 
+IN_MEMORY = "in memory"  # origin of a model that was passed, not loaded
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModel")

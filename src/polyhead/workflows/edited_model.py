@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import nn
 
 from polyhead.errors import CheckpointError, OptionError
 from polyhead.integrations.huggingface import NAME, register, set_attention
-from polyhead.sources.models import LoadedModel
-from polyhead.surgery.adapters.discovery import has_key_maps
+from polyhead.sources.models import IN_MEMORY, LoadedModel
+from polyhead.surgery.adapters.discovery import has_key_maps, head_origins
 from polyhead.surgery.edits.applying import undo
 from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.edits.preview import Preview
@@ -22,6 +25,9 @@ from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.storage.loading import load_record
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
+
+# By model in memory: the fingerprints after its edits that were not undone, and their results.
+_RESULTS: WeakKeyDictionary[nn.Module, list[tuple[str, ReferenceType[EditedModel]]]] = WeakKeyDictionary()
 
 
 class AttentionSwitch:
@@ -81,6 +87,21 @@ class EditedModel:
     compensation: str = ""
     calibration_original: float | None = None
     attention: AttentionSwitch | None = None
+    _follows: EditedModel | None = field(init=False, repr=False, default=None)  # result of the edit before, in memory
+    _was_edited: bool = field(init=False, repr=False, default=False)  # whether the original was, in memory or before
+
+    def __post_init__(self) -> None:
+        """Find the result of the edit in memory that this one follows."""
+        if self.record is None:
+            return
+        earlier = _RESULTS.get(self.model, [])
+        while earlier and earlier[-1][0] != self.record.before:  # undone, or of weights that have changed since
+            earlier = earlier[:-1]
+        _RESULTS[self.model] = [*earlier, (self.record.after, ref(self))]
+        object.__setattr__(self, "_follows", earlier[-1][1]() if earlier else None)
+        before = {layer.path: layer.origins for layer in self.record.layers}
+        has_edited_heads = not all(x.is_unedited for x in {**head_origins(self.model), **before}.values())
+        object.__setattr__(self, "_was_edited", bool(earlier) or has_edited_heads)
 
     @property
     def model(self) -> Any:
@@ -92,11 +113,9 @@ class EditedModel:
         `replace` is that of `polyhead.surgery.save`. The record of an original that was edited before is joined with
         this one where possible (`undo_caveat`).
         """
-        record = self._record()
-        if isinstance(self._earlier, EditRecord) and not self.undo_caveat:
-            record = join_records(self._earlier, record)
-        side_files = self.loaded.tokenizer if self._folder is None else SideFiles(self._folder)
-        return save(self.model, folder, form=self.form, record=record, tokenizer=side_files, replace=replace)
+        return save(
+            self.model, folder, form=self.form, record=self._whole_record, tokenizer=self._side_files, replace=replace
+        )
 
     def undo(self) -> None:
         """Revert the edits in place, bit for bit, and restore the attention implementation."""
@@ -110,8 +129,8 @@ class EditedModel:
         if isinstance(self._earlier, str):
             return self._earlier
         if self._earlier is None or self._earlier.after == self._record().before:
-            return ""
-        return "the weights were loaded in another dtype than they were saved in"
+            return "" if self._follows is None else self._follows.undo_caveat
+        return "the weights were loaded in another dtype than they were saved in, or changed since"
 
     def _record(self) -> EditRecord:
         if self.record is None:
@@ -124,10 +143,50 @@ class EditedModel:
         origin = Path(str(self.model.config.name_or_path))
         return origin if origin.is_dir() and (origin / "config.json").is_file() else None
 
+    @property
+    def _whole_record(self) -> EditRecord:
+        """Record of these edits and of the earlier ones that it can be joined with."""
+        if isinstance(self._earlier, EditRecord) and self._earlier.after == self._record().before:
+            return join_records(self._earlier, self._record())
+        return self._record()
+
+    @property
+    def _side_files(self) -> Any:
+        """What saves the tokenizer and other files: those of the original's folder, but the tokenizer that was passed.
+
+        A tokenizer is passed with a model in memory alone; one like that of the folder is copied byte for byte.
+        """
+        tokenizer = self.loaded.tokenizer
+        if self._folder is None:
+            return tokenizer
+        is_passed = self.loaded.origin == IN_MEMORY and tokenizer is not None
+        return SideFiles(self._folder, tokenizer if is_passed and not is_saved_in(tokenizer, self._folder) else None)
+
     @cached_property
     def _earlier(self) -> EditRecord | str | None:
         """Record of earlier edits of the original, or why it cannot be read; None if it was not edited."""
+        if self._follows is not None:
+            return self._follows._whole_record
         try:
-            return None if self._folder is None else load_record(self._folder)
+            saved = None if self._folder is None else load_record(self._folder)
         except CheckpointError as error:
             return str(error)
+        return "no record of them was saved or kept" if saved is None and self._was_edited else saved
+
+
+def is_saved_in(tokenizer: Any, folder: Path) -> bool:
+    """Return whether the tokenizer in a folder is this one."""
+    import transformers
+
+    try:
+        saved = transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError):
+        return False
+    return (
+        type(saved) is type(tokenizer)
+        and all(
+            getattr(saved, name, None) == getattr(tokenizer, name, None)
+            for name in ("added_tokens_decoder", "special_tokens_map", "chat_template")
+        )
+        and saved.get_vocab() == tokenizer.get_vocab()
+    )

@@ -17,7 +17,15 @@ from polyhead.observation.transformers_models import is_pretrained
 from polyhead.sources.gguf_reading import reading_once
 from polyhead.sources.load_errors import describe_failure, quiet
 from polyhead.sources.model_source import find_source
-from polyhead.sources.models import LoadedModel, checked_device, kind_of, load_tokenizer, read_shapes, trained_context
+from polyhead.sources.models import (
+    IN_MEMORY,
+    LoadedModel,
+    checked_device,
+    kind_of,
+    load_tokenizer,
+    read_shapes,
+    trained_context,
+)
 from polyhead.surgery.storage.loading import read_model
 from polyhead.surgery.storage.undo_folder import MANIFEST
 
@@ -142,7 +150,7 @@ def _loaded(model: Model, tokenizer: Any, dtype: torch.dtype | Literal["saved"] 
         tokenizer=tokenizer,
         name=Path(wrapped.config.name_or_path or type(model).__name__).name,
         kind=kind_of(model),
-        origin="in memory",
+        origin=IN_MEMORY,
         main_input=wrapped.main_input_name,
         trained_context=trained_context(wrapped, tokenizer),
     )

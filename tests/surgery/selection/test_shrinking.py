@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
+from polyhead.costs import Workload
 from polyhead.errors import OptionError
 from polyhead.surgery import fingerprint
 from polyhead.surgery.options import Target
@@ -58,6 +61,22 @@ def test_flops_outside_of_attention_are_those_of_its_linear_layers():
     ).work
     body = sum(p.numel() for name, p in model.named_parameters() if "mlp" in name and p.ndim == 2)
     assert other_flops(model, shrinker_work) == 2 * 512 * (body + model.lm_head.weight.numel())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "aria_text"])
+def test_flops_outside_of_attention_include_the_experts_that_a_token_passes_through(name):
+    experts = {"num_local_experts": 5, "num_experts": 5, "moe_num_experts": 5, "num_experts_per_tok": 3, "moe_topk": 3}
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 31, "moe_intermediate_size": 29}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 14}
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads, **experts, pad_token_id=0)
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+    tokens = torch.arange(1, 14)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    counted = counter.get_flop_counts()
+    attention = sum(sum(flops.values()) for path, flops in counted.items() if path.endswith("self_attn"))
+    assert other_flops(model, Workload.forward(13)) == counter.get_total_flops() - attention
 
 
 def test_a_curve_has_its_controls(batches):

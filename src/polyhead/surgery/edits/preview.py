@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from polyhead.costs import Workload, estimate_cost
+from polyhead.costs.layouts.hf_families import WINDOWED
 from polyhead.geometry import HeadLayout
 from polyhead.layers import MultiHeadConfig
 from polyhead.observation.transformers_models import is_pretrained
@@ -101,22 +104,58 @@ def preview(model: nn.Module, edits: Sequence[HeadEdit], *, work: Workload | Non
 
 
 def uncached_layers(model: nn.Module, layers: Sequence[AttentionLayer]) -> frozenset[str]:
-    """Return the paths of a transformers model's layers that keep no KV cache: those of an encoder."""
+    """Return the paths of a transformers model's layers that keep no KV cache: those of an encoder.
+
+    The encoder of images or audio in a causal model is one whose attention takes no cache.
+    """
     if not is_pretrained(model):
         return frozenset()
     kind = kind_of(model)
-    if kind != "encoder-decoder":
-        return frozenset(layer.path for layer in layers if kind in ("encoder", "masked"))
-    encoder = set(map(id, model.get_encoder().modules()))  # type: ignore[operator]  # every such model has one
-    return frozenset(layer.path for layer in layers if id(layer.module) in encoder)
+    uncached = {layer.path for layer in layers if not _takes_cache(layer)}
+    if kind in ("encoder", "masked"):
+        uncached |= {layer.path for layer in layers if not _is_in_decoder(model, layer)}
+    elif kind == "encoder-decoder":
+        encoder = set(map(id, model.get_encoder().modules()))  # type: ignore[operator]  # every such model has one
+        uncached |= {layer.path for layer in layers if id(layer.module) in encoder}
+    return frozenset(uncached)
+
+
+def _takes_cache(layer: AttentionLayer) -> bool:
+    """Return whether the forward of a layer's module takes a KV cache, under any of the names in use."""
+    names = inspect.signature(inspect.unwrap(type(layer.module).forward)).parameters
+    return any("past" in name or name in ("cache", "kv_cache") for name in names)
+
+
+def _is_in_decoder(model: nn.Module, layer: AttentionLayer) -> bool:
+    """Return whether the innermost transformers model around a layer is a decoder, such as that of a LlavaModel."""
+    names = layer.path.split(".")
+    around = (model.get_submodule(".".join(names[:length])) for length in reversed(range(1, len(names))))
+    inner = next((module for module in around if is_pretrained(module)), None)
+    return inner is not None and kind_of(inner) == "decoder"
 
 
 def _count(layer: AttentionLayer, heads: HeadWeights, work: Workload) -> HeadCounts:
     layout: HeadLayout = heads.layout
-    causal = layer.module.mask is not None if layer.is_ours else bool(getattr(layer.module, "is_causal", False))
+    causal, window = _causal_and_window(layer)
     dtype: torch.dtype = heads.query.dtype
-    cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal), work, dtype=dtype)
+    cost = estimate_cost(MultiHeadConfig(**layout.to_dict(), causal=causal, window=window), work, dtype=dtype)
     # Count actual biases: in some families only some of the projections have one.
     return HeadCounts(
         layout.num_heads, layout.num_kv_heads, heads.num_parameters, cost.forward.total, cost.cache_bytes_per_token
     )
+
+
+def _causal_and_window(layer: AttentionLayer) -> tuple[bool, int | None]:
+    """Return whether a layer is causal and, if it is, its sliding window in keys; None without one."""
+    module: Any = layer.module
+    if layer.is_ours:
+        causal = module.mask is not None and module.mask.right == 0
+        return causal, module.mask.left + 1 if causal and module.mask.left is not None else None
+    if not getattr(module, "is_causal", False):
+        return False, None
+    config = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    is_windowed = getattr(config, "model_type", None) in WINDOWED
+    if kinds is not None and isinstance(index, int):
+        is_windowed = kinds[index] == "sliding_attention"
+    return True, getattr(config, "sliding_window", None) if is_windowed else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +21,7 @@ from polyhead.surgery.edits.preview import HeadCounts, Preview, preview, uncache
 from polyhead.surgery.options import Target
 from polyhead.surgery.selection.evidence import editable_layers
 
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # names in configs
 NO_CACHE = (
     "a cache target needs a model with a KV cache, got {target} for a model without one, such as an encoder; "
     "use a share of its heads (30%-heads) or of its FLOPs (1.2x-faster)"
@@ -138,12 +141,38 @@ def keeps_cache(model: nn.Module) -> bool:
 
 
 def other_flops(model: nn.Module, work: Workload) -> int:
-    """Return the FLOPs of all linear layers outside attention, for one call."""
+    """Return the FLOPs of all linear layers, experts and routers outside attention, for one call."""
     attention = {source.path for layer in find_layers(model) for source in layer.sources}
     attention |= {layer.output for layer in find_layers(model)}
-    count = sum(
-        module.get_parameter("weight").numel()
-        for path, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or is_conv1d(module)) and path not in attention
+    weights = sum(_used_weights(model, module) for path, module in model.named_modules() if path not in attention)
+    return 2 * work.batch * work.queries * weights
+
+
+def _used_weights(model: nn.Module, module: nn.Module) -> int:
+    """Return the number of a module's own weights that are multiplied with each token.
+
+    Of the experts of a mixture, stored as [experts, ...], those that the router selects; all that are not routed.
+    """
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        return module.get_parameter("weight").numel()
+    own = [x for _, x in module.named_parameters(recurse=False)]
+    experts = sum(x.numel() for x in own if x.ndim == 3)
+    if experts and "top_k_index" in inspect.signature(module.forward).parameters:
+        count = next(x.shape[0] for x in own if x.ndim == 3)
+        return experts * _experts_per_token(model, module) // count
+    if hasattr(module, "num_experts") or hasattr(module, "top_k"):  # a router, or experts that are all computed
+        return experts + sum(x.numel() for x in own if x.ndim == 2)
+    return 0
+
+
+def _experts_per_token(model: nn.Module, module: nn.Module) -> int:
+    """Return how many routed experts a token passes through, by the model's config."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in EXPERTS_PER_TOKEN:
+        if isinstance(value := getattr(text, name, None), int):
+            return value
+    raise OptionError(
+        f"FLOPs of a mixture of experts need the number of experts per token in its config "
+        f"({', '.join(EXPERTS_PER_TOKEN)}), got none for {type(module).__name__}"
     )
-    return 2 * work.batch * work.queries * count

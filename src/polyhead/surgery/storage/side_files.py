@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyhead.errors import CheckpointError
 from polyhead.surgery.storage.undo_folder import FILES
@@ -34,6 +34,20 @@ _WEIGHTS = (
 )
 _LARGE = 1 << 26  # bytes; larger files are assumed to be weights under another name
 _MAX_BYTES, _MAX_FILES = 1 << 30, 4096
+_OF_TOKENIZERS = frozenset(
+    (
+        "added_tokens.json",
+        "merges.txt",
+        "sentencepiece.bpe.model",
+        "special_tokens_map.json",
+        "spiece.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    )
+)
 _REWRITTEN = ("config.json", "generation_config.json", "polyhead.json", "model.safetensors.index.json", FILES)
 _METADATA = re.compile(rb"---\r?\n.*?\n---[ \t]*\r?\n", re.DOTALL)  # of a model card, in YAML
 _NOTE = re.compile(rb"<!-- polyhead -->\n.*?\n<!-- /polyhead -->\n\n", re.DOTALL)
@@ -45,10 +59,12 @@ class SideFiles:
 
     Passed to `save` in place of a tokenizer, they are copied byte for byte, except that README.md
     gets a note on the edits. Only regular files are copied, and a link
-    must stay within the folder, or within the blobs of the hub cache that the folder is a snapshot of.
+    must stay within the folder, or within the blobs of the hub cache that the folder is a snapshot of. A `tokenizer` is
+    saved instead of the one in the folder.
     """
 
     folder: str | os.PathLike[str]
+    tokenizer: Any = None
 
     def check(self) -> None:
         """Check every file that would be copied, before expensive work starts."""
@@ -65,6 +81,8 @@ class SideFiles:
             place = Path(folder) / inside
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(_read(source))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
 
     def _files(self) -> Iterator[tuple[Path, Path]]:
         """Yield every file to copy: its path within the folder, and its resolved path."""
@@ -81,7 +99,8 @@ class SideFiles:
                     )
             for name in files:
                 rewritten = not inside.parts and name in _REWRITTEN
-                if name.startswith(".") or rewritten or name.lower().endswith(_WEIGHTS):
+                replaced = self.tokenizer is not None and not inside.parts and name in _OF_TOKENIZERS
+                if name.startswith(".") or rewritten or replaced or name.lower().endswith(_WEIGHTS):
                     continue
                 source = self._resolved(Path(parent) / name)
                 info = source.stat()
