@@ -188,6 +188,26 @@ def test_keys_that_the_rest_of_the_mask_hides_are_not_hidden_a_second_time(hidin
         torch.testing.assert_close(tables[0][name], tables[1][name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("also", [None, Mask.causal()], ids=["alone", "causal"])
+def test_a_number_that_hides_keys_of_one_head_hides_them_as_infinity_does(also):
+    torch.manual_seed(0)
+    layer, x = polyhead.MultiHeadAttention(WIDTH, 3), torch.randn(2, TOKENS, WIDTH)
+    index = torch.arange(TOKENS)
+    near = (index - index[:, None]).abs() <= 1
+    shown = torch.stack([near, torch.ones_like(near), near & (index[:, None] > 4)])[
+        None
+    ]  # of the last head no row below
+    tables = []
+    for low in (-1e9, -torch.inf):
+        mask = Mask.bias(torch.where(shown, 0.0, low))
+        with torch.no_grad(), polyhead.observe(layer, statistics=("entropy", "normalized_entropy")) as session:
+            layer(x, mask=mask if also is None else mask & also)
+        tables.append(session.profile)
+    assert tables[1]["tokens"].tolist() == [2 * TOKENS, 2 * TOKENS, 2 * (TOKENS - 5)]
+    for name in tables[0].columns:
+        torch.testing.assert_close(tables[0][name], tables[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_padding_on_the_left_is_found_however_the_mask_is_written(form):
     allowed = (torch.arange(TOKENS) >= 4)[None, None, None]

@@ -211,3 +211,29 @@ def test_a_layer_of_polyhead_with_an_adapter_has_no_matrices():
     layer.out_proj.weight = layer.out_proj.linear.weight  # as the wrappers of PEFT
     ((_, found),) = find_projections(layer, lambda: layer(torch.randn(1, 3, 16))).items()
     assert found.output is None
+
+
+class TwoCalls(nn.Module):
+    """Two calls of the attention function in one forward, each with projections of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(nn.Linear(15, 45) for _ in range(2))
+        self.outputs = nn.ModuleList(nn.Linear(15, 15) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for read, write in zip(self.inputs, self.outputs, strict=True):
+            query, key, value = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in read(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(query, key, value)
+            x = x + write(y.transpose(1, 2).flatten(2))
+        return x
+
+
+def test_an_adapter_of_a_further_call_in_one_forward_is_no_matrix_either():
+    model, x = TwoCalls(), torch.randn(2, 7, 15)
+    first, second = find_projections(model, lambda: model(x)).values()
+    for found, linear in zip((first, second), model.outputs, strict=True):
+        torch.testing.assert_close(found.output, linear.weight.T.unflatten(0, (3, 5)))
+    model.outputs = nn.ModuleList(Direct(linear) for linear in model.outputs)
+    sites = {site.name: found.output for site, found in find_projections(model, lambda: model(x)).items()}
+    assert sites == {"TwoCalls": None, "TwoCalls#2": None}

@@ -92,6 +92,35 @@ def test_the_importance_is_the_derivative_by_a_gate(build):
     torch.testing.assert_close(shares, (derivatives / derivatives.sum()).flatten().float(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_closure_computes_the_gradients_of_the_importance(by_keyword):
+    model, losses, shares = Blocks().double(), [], []
+    for with_closure in (False, True):
+        trained = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        with DynamicHeads(trained, optimizer, {9: HeadChange(prune=1)}) as dynamic:
+            for step in range(3):
+                x = torch.randn(2, 7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+                def closure(model=trained, x=x, optimizer=optimizer):
+                    optimizer.zero_grad()
+                    loss = (model(x) ** 3).mean()
+                    loss.backward()
+                    return loss
+
+                if not with_closure:
+                    loss = closure()
+                    optimizer.step()
+                else:
+                    loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+                losses.append(loss.item())
+                dynamic.step(loss)
+            shares.append(torch.cat(dynamic.state_dict()["shares"]))
+    assert losses[:3] == losses[3:]
+    assert shares[0].sum() == pytest.approx(3.0)
+    torch.testing.assert_close(*shares)
+
+
 def test_the_heads_with_the_lowest_scores_are_pruned_and_reset_and_new_ones_are_added():
     model = Blocks()
     make_dead(model, (0, 2), (1, 0), (1, 1))

@@ -395,6 +395,35 @@ def test_packed_sequences_are_those_of_a_batch():
         torch.testing.assert_close(found[name], expected[name])
 
 
+def test_gradients_through_a_torch_layer_are_those_before_a_hook_that_changes_its_output():
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(15, 3, batch_first=True).double().train(), torch.randn(2, 7, 15).double()
+    output, heads = torch_reference(layer, x, None)
+    (2 * output).pow(3).sum().backward()
+    layer.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
+    with HeadMonitor(layer, statistics="gradient_norm") as monitor:
+        layer(x, x, x)[0].pow(3).sum().backward()
+        monitor.step()
+    torch.testing.assert_close(monitor.history["gradient_norm"][0], heads.grad.square().sum((0, 1, 3)).sqrt())
+
+
+def test_gradients_are_unknown_in_a_torch_layer_with_a_forward_of_its_own():
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, *inputs: Any, **options: Any) -> tuple[Tensor, Any]:
+            output, weights = super().forward(*inputs, **options)
+            return 2 * output, weights
+
+    layer, x = Doubled(15, 3, batch_first=True).train(), torch.randn(2, 7, 15)
+    with HeadMonitor(layer, pairs_every=1) as monitor:
+        for _ in range(2):
+            layer(x, x, x)[0].square().sum().backward()
+            monitor.step()
+    for name in ("gradient_norm", "gradient_cosine"):
+        assert monitor.history[name].isnan().all()
+    assert monitor.history["output_norm"].isfinite().all()
+    assert monitor.history.first_nonfinite() is None
+
+
 def test_an_unbatched_torch_layer_is_a_batch_of_one():
     torch.manual_seed(0)
     layer, x = nn.MultiheadAttention(24, 3).double().train(), torch.randn(5, 24, dtype=torch.float64)
@@ -561,6 +590,78 @@ def test_outputs_that_are_read_in_another_form_are_not_averaged_over_the_rest():
     assert monitor.history.first_nonfinite() is None
 
 
+class TwoAttentions(nn.Module):
+    """Two attention calls whose heads one projection reads, in either order."""
+
+    def __init__(self, order: tuple[int, int]) -> None:
+        super().__init__()
+        self.inputs, self.order = nn.ModuleList(nn.Linear(15, 45) for _ in range(2)), order
+        self.output = nn.Linear(15, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = []
+        for linear in self.inputs:
+            query, key, value = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in linear(x).chunk(3, -1))
+            y = nn.functional.scaled_dot_product_attention(query, key, value)
+            heads.append(y.transpose(1, 2).flatten(2))
+        return sum(self.output(heads[index]) for index in self.order)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_projection_that_two_attentions_share_reads_each_of_them(order):
+    model, x, read = TwoAttentions(order).double().train(), torch.randn(2, 7, 15, dtype=torch.float64), []
+    with torch.no_grad():
+        model.inputs[1].weight.mul_(5)
+    with HeadMonitor(model) as monitor:
+        for _ in range(3):
+            model(x).square().sum().backward()
+            monitor.step()
+    model.output.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach()))
+    model(x)
+    weights = model.output.weight.detach().T.unflatten(0, (3, -1))
+    by_call = [
+        torch.einsum("bthd,hdw->bthw", read[order.index(call)].unflatten(-1, (3, 5)), weights) for call in (0, 1)
+    ]
+    expected = torch.cat([y.square().sum(-1).mean((0, 1)).sqrt() for y in by_call])
+    assert [head.site for head in monitor.history.heads] == ["TwoAttentions"] * 3 + ["TwoAttentions#2"] * 3
+    torch.testing.assert_close(monitor.history["output_norm"], expected.expand(3, -1), rtol=1e-9, atol=0)
+
+
+def test_cosines_of_gradients_are_those_of_the_weights_that_the_forward_used():
+    layer, x = polyhead.MultiHeadAttention(15, 3).double().train(), torch.randn(2, 7, 15, dtype=torch.float64)
+    other = polyhead.MultiHeadAttention(15, 3).double().train()
+    histories = []
+    for model in (layer, other):
+        with HeadMonitor(model, pairs_every=1) as monitor:
+            for _ in range(2):
+                weights = dict(other.named_parameters())
+                torch.func.functional_call(model, weights, (x,)).output.square().sum().backward()
+                monitor.step()
+        histories.append(monitor.history)
+    assert not torch.equal(layer.out_proj.weight, other.out_proj.weight)
+    for name in ("output_cosine", "gradient_cosine"):
+        torch.testing.assert_close(histories[0][name], histories[1][name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_hooks_that_change_what_the_projection_reads_count_wherever_they_are_registered(is_inside):
+    layer, x = polyhead.MultiHeadAttention(15, 3).double().train(), torch.randn(2, 7, 15, dtype=torch.float64)
+    with HeadMonitor(layer, statistics="output_norm") as monitor:
+        layer(x)
+        monitor.step()
+    expected = monitor.history["output_norm"][0]
+    monitor = HeadMonitor(layer, statistics="output_norm")
+    if not is_inside:
+        layer.out_proj.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,))
+    with monitor:
+        for step in range(2):
+            if is_inside and step == 0:
+                layer.out_proj.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,))
+            layer(x)
+            monitor.step()
+    torch.testing.assert_close(monitor.history["output_norm"], expected.expand(2, -1) / 2)
+
+
 def test_unknown_projections_are_nan_and_not_an_error():
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -637,6 +738,41 @@ def test_outputs_are_unknown_where_another_adapter_changes_the_output_projection
     found = recorded(model, lambda: small(model, batches()[0]))
     assert found["output_norm"].isnan().all()
     assert found["gradient_cosine"].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["layers", "parameter"])
+def test_outputs_are_unknown_under_an_adapter_of_a_model_that_calls_the_attention_function(kind):
+    model, x = TwoAttentions((0, 1)), torch.randn(2, 7, 15)
+    model.output = HandwrittenLora(model.output, kind)
+    with HeadMonitor(model.train()) as monitor:
+        for _ in range(2):
+            model(x).square().sum().backward()
+            monitor.step()
+    assert monitor.history["output_norm"].isnan().all()
+    assert monitor.history["gradient_norm"].isfinite().all()
+
+
+def test_a_torch_layer_has_outputs_beside_a_module_that_calls_the_attention_function():
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(15, 3, batch_first=True).train(), torch.randn(2, 7, 15)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = layer, TwoAttentions((0, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, x, x)[0] + self.other(x)
+
+    values = []
+    for model, inputs in ((layer, (x, x, x)), (Both().train(), (x,))):
+        with HeadMonitor(model, statistics="output_norm") as monitor:
+            for _ in range(2):
+                model(*inputs)
+                monitor.step()
+        heads = [index for index, head in enumerate(monitor.history.heads) if not head.site.startswith("other")]
+        values.append(monitor.history["output_norm"][:, heads])
+    torch.testing.assert_close(values[1], values[0])
 
 
 def test_lora_of_peft_is_part_of_the_output_projection():

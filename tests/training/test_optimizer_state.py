@@ -303,3 +303,28 @@ def test_parameters_of_a_fully_sharded_wrapper_are_refused():
     sharded = FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.NO_SHARD, **options)
     with pytest.raises(OptionError, match="part of a FlatParameter"):
         edit_heads(model, torch.optim.SGD(sharded.parameters(), lr=0.1), PruneHeads(0, (1,)))
+
+
+@pytest.mark.parametrize(
+    ("create", "key"),
+    [
+        (lambda x: torch.optim.Adagrad(x, lr=0.01), "sum"),
+        (lambda x: torch.optim.Rprop(x, lr=0.01), "step_size"),
+        (lambda x: torch.optim.RMSprop(x, lr=0.01), "square_avg"),
+    ],
+    ids=["Adagrad", "Rprop", "RMSprop"],
+)
+def test_new_heads_learn_at_the_rate_of_the_others(create, key):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(WIDTH, HEADS)
+    optimizer = create(layer.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        layer(torch.randn(2, 7, WIDTH)).output.square().mean().backward()
+        optimizer.step()
+    before = optimizer.state[layer.out_proj.weight][key].unflatten(1, (HEADS, DIM))
+    edit_heads(layer, optimizer, AddHeads(0, 1))
+    after = optimizer.state[layer.out_proj.weight][key].unflatten(1, (HEADS + 1, DIM))
+    torch.testing.assert_close(after[:, :HEADS], before, rtol=0, atol=0)
+    torch.testing.assert_close(after[:, HEADS], before.mean(1))
+    assert (after[:, HEADS] > 0).all()

@@ -402,6 +402,72 @@ def test_models_whose_logits_do_not_scale_with_their_weights_are_refused(model, 
         QKClip(model, stopped(model))
 
 
+class TwoLayers(nn.Module):
+    def __init__(self, create) -> None:
+        super().__init__()
+        self.first, self.second = create(), create()
+
+
+def test_tied_weights_of_layers_that_cannot_be_edited_are_refused():
+    across, latent, within = TwoLayers(torch_layer), TwoLayers(LAYERS["latent"]), torch_layer(kdim=WIDTH, vdim=20)
+    across.second.in_proj_weight = across.first.in_proj_weight
+    latent.second.kv_b_proj.weight = latent.first.kv_b_proj.weight
+    within.k_proj_weight = within.q_proj_weight
+    names = ("first.in_proj_weight", "first.kv_b_proj.weight", "q_proj_weight")
+    for model, name in zip((across, latent, within), names, strict=True):
+        with pytest.raises(OptionError, match=f"{name} is shared with another module"):
+            QKClip(model, stopped(model))
+    computed = torch.nn.utils.parametrizations.weight_norm(torch_layer(), "in_proj_weight")
+    with pytest.raises(OptionError, match="computed by a parametrization"):
+        QKClip(computed, stopped(computed))
+    siamese = TwoLayers(torch_layer)
+    siamese.second = siamese.first  # one module under two names
+    QKClip(siamese, stopped(siamese))
+
+
+class CalledTwice(nn.MultiheadAttention):
+    """Attends twice in one forward, the second time with larger logits."""
+
+    def forward(self, query, key, value, **options):
+        return super().forward(query, key, value, **options)[0] + super().forward(3 * query, 3 * key, value)[0], None
+
+
+def test_every_attention_call_of_a_forward_counts():
+    layer, x = CalledTwice(WIDTH, HEADS, batch_first=True).train(), 8 * torch.randn(2, 7, WIDTH)
+    before = max_logits(layer, (x, x, x)).unflatten(0, (2, HEADS))
+    assert (before[0] < before[1]).all()
+    optimizer = stopped(layer)
+    with QKClip(layer, optimizer, 5.0) as clip:
+        layer(x, x, x)
+        optimizer.step()
+    torch.testing.assert_close(clip.latest.max_logit["CalledTwice"], before[1])
+    after = max_logits(layer, (x, x, x))[HEADS:]
+    torch.testing.assert_close(after, torch.full((HEADS,), 5.0).double(), rtol=1e-5, atol=0)
+
+
+class OwnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.other = torch_layer(), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.other(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.known(x, x, x)[0] + y.transpose(1, 2).flatten(2)
+
+
+def test_attention_whose_logits_are_not_bounded_is_named_once():
+    model = OwnAttention().train()
+    optimizer = stopped(model)
+    with QKClip(model, optimizer, 5.0) as clip:
+        model(torch.randn(2, 7, WIDTH))
+        with pytest.warns(RuntimeWarning, match="observed attention in OwnAttention, whose logits are not bounded"):
+            optimizer.step()
+        model(torch.randn(2, 7, WIDTH))
+        optimizer.step()
+    assert list(clip.latest.max_logit) == ["known"]
+
+
 @pytest.mark.parametrize("threshold", [0, -1.0, float("nan"), float("inf"), True, "100"])
 def test_a_threshold_must_be_positive(threshold):
     layer = MultiHeadAttention(WIDTH, HEADS)

@@ -108,6 +108,20 @@ def test_equal_heads_have_an_overlap_of_one():
     torch.testing.assert_close(weight_overlap(layer), torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("where", ["weights", "autocast"])
+def test_an_overlap_in_float16_is_that_of_the_weights(where):
+    layer = MultiHeadAttention(WIDTH, HEADS)
+    with torch.no_grad():
+        layer.v_proj.weight.mul_(0.02)  # squares of inner products are below the smallest number of float16
+    expected = overlap_by_hand(layer.v_proj.weight.detach().double().unflatten(0, (HEADS, -1)))
+    layer = layer.half() if where == "weights" else layer
+    with torch.autocast("cpu", torch.float16, enabled=where == "autocast"):
+        found = weight_overlap(layer)
+    found.backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=0)
+    assert layer.v_proj.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("model", "part", "words"),
     [
@@ -167,6 +181,25 @@ def test_overlaps_of_heads_are_their_formulas_with_gradients_and_ignore_padding(
     parameters = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight][: 2 if term == "position" else 3]
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters))
+
+
+def test_a_head_without_output_has_no_gradient_of_the_overlap():
+    layer = MultiHeadAttention(WIDTH, HEADS, bias=False, causal=True).double()
+    x = torch.randn(3, 7, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        layer.v_proj.weight[: WIDTH // HEADS] = 0.0
+    _, others = attended(layer, x)
+    expected = sum(
+        torch.cosine_similarity(others[:, i], others[:, j], dim=-1).mean() for i in range(1, HEADS) for j in range(1, i)
+    ) / (HEADS * (HEADS - 1) / 2)
+    with polyhead.observe(layer, statistics="entropy", keep_statistics=True) as session:
+        layer(x)
+        found = output_overlap(session.statistics)
+        (grad,) = torch.autograd.grad(found, layer.v_proj.weight)
+    (of_others,) = torch.autograd.grad(expected, layer.v_proj.weight)
+    torch.testing.assert_close(found, expected)
+    assert not grad[: WIDTH // HEADS].any()
+    torch.testing.assert_close(grad[WIDTH // HEADS :], of_others[WIDTH // HEADS :])
 
 
 @pytest.mark.parametrize("peaks", ["one key", "the same keys", "apart", "one peak"])

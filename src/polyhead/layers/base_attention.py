@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
@@ -36,12 +37,20 @@ from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
 _JOINED = ("_of_self", "_of_source", "_last")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Memory:
-    """Projected keys and values of a source, for repeated cross-attention to it."""
+    """Projected keys and values of a source, for repeated cross-attention to it.
+
+    The layer that has projected them takes them alone, until its heads are edited; a `Memory` that is built of tensors
+    is taken by every layer.
+    """
 
     key: Tensor  # [batch, kv_heads, keys, head_dim]
     value: Tensor  # [batch, kv_heads, keys, value_dim]
+
+
+# The layer that has projected a memory, and the number of edits of its heads by then.
+_projected_by: weakref.WeakKeyDictionary[Memory, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
 
 
 class CallOptions(NamedTuple):
@@ -140,6 +149,31 @@ class BaseAttention(nn.Module):
 
     # ---- steps of a call
 
+    def _memory(self, key: Tensor, value: Tensor) -> Memory:
+        """Return keys and values as a memory of this layer."""
+        memory = Memory(key, value)
+        if not torch.compiler.is_compiling():
+            _projected_by[memory] = weakref.ref(self), self.kv_edits
+        return memory
+
+    def _check_memory(self, memory: Memory) -> None:
+        """Raise `OptionError` for a memory of another layer, or of this one before its heads were edited."""
+        if torch.compiler.is_compiling():
+            return
+        reference, edits = _projected_by.get(memory, (None, 0))
+        layer: Any = None if reference is None else reference()
+        if layer is not None and layer is not self:
+            raise OptionError(
+                f"a memory has the keys and values of one layer, got a {type(self).__name__} with a memory of another "
+                f"{type(layer).__name__}; call remember of this layer, or pass Memory(memory.key, memory.value) if "
+                "their projections are the same"
+            )
+        if layer is self and edits != self.kv_edits:
+            raise OptionError(
+                f"a memory must have the keys and values of a layer's current heads, got one of {type(self).__name__} "
+                "before its heads were edited; call remember again"
+            )
+
     def _begin(
         self,
         query: Tensor,
@@ -151,6 +185,8 @@ class BaseAttention(nn.Module):
         """Check the cache of a call; return the query with additive positions, and its first or all positions."""
         if self._operator is not None:
             self._operator.check_call(self, key, cache, token_positions)
+        if isinstance(key, Memory):
+            self._check_memory(key)
         if cache is not None and not isinstance(cache, KVCache):
             raise OptionError(f"cache must be a polyhead.KVCache, got {type(cache).__name__}")
         if cache is not None and key is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.errors import OptionError
@@ -27,7 +28,7 @@ class AttentionMaps:
         resolution: maximum number of blocks per side of the map.
 
     Positions count from the start of the sequence, padding included, so that maps of sequences of different lengths
-    align. Padding queries are excluded.
+    align. Padding queries are excluded. Over a cache they count from the first key that it holds.
     """
 
     name: ClassVar[str] = "maps"
@@ -81,17 +82,27 @@ class SiteMaps(Sums):
         return {"received": True, "block_map": (self.block, self.block), **with_offsets}
 
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
-        summary = profile_rows(attended, non_padding, self.profiled)
-        assert summary.block_map is not None and summary.received is not None
-        side = self.rows.shape[0]
-        grid = _folded(_folded(summary.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
+        unpadded, side = exclude_padding(attended, non_padding), self.rows.shape[0]
+        counted = counted_rows(unpadded)
+        if self.offsets.shape[-1] and attended.query.shape[2] < attended.key.shape[2]:  # over a cache
+            summary = unpadded.profile(**{**self.profiled, "block_map": (1, self.block)})
+            assert summary.block_map is not None
+            of_row = _folded(summary.block_map.double(), side, 3)  # [batch, heads, queries, key blocks]
+            place = _own_keys(attended).div(self.block, rounding_mode="floor").clamp(0, side - 1)
+            block_of = F.one_hot(place.expand(len(of_row), -1), side).double()  # [batch, queries, query blocks]
+            grid = torch.einsum("bqs,bhqk->hsk", block_of, of_row)
+            rows = torch.einsum("bqs,bq->s", block_of, counted.expand(len(of_row), -1).double())
+        else:
+            summary = profile_rows(attended, non_padding, self.profiled)
+            assert summary.block_map is not None
+            grid = _folded(_folded(summary.block_map.sum(0, dtype=torch.float64), side, 2), side, 1)
+            rows = _folded(_blocks(counted.sum(0, dtype=torch.float64), self.block), side, 0)
+        assert summary.received is not None
         received = _folded(_blocks(summary.received.sum(0, dtype=torch.float64), self.block), side, 1)
-        counted = counted_rows(exclude_padding(attended, non_padding)).sum(0, dtype=torch.float64)
         offsets = (
             self.offsets if summary.offsets is None else self.offsets + summary.offsets.sum(0, dtype=torch.float64)
         )
-        rows = self.rows + _folded(_blocks(counted, self.block), side, 0)
-        return type(self)(self.block, self.map + grid, rows, offsets, self.received + received)
+        return type(self)(self.block, self.map + grid, self.rows + rows, offsets, self.received + received)
 
     def merge(self, other: Self) -> Self:
         if self.block != other.block or self.map.shape != other.map.shape:
@@ -101,6 +112,23 @@ class SiteMaps(Sums):
                 f"{list(self.map.shape)} and {list(other.map.shape)}"
             )
         return Sums.merge(self, other)
+
+
+def _own_keys(attended: Attended) -> Tensor:
+    """Return the index of each query's own key in a cache, [batch or 1, queries]; does not wait for the device."""
+    queries, keys, device = attended.query.shape[2], attended.key.shape[2], attended.query.device
+    mask, index = attended.mask, torch.arange(queries, device=device)[None]
+    if mask is not None and mask.placed is not None:
+        query_at, key_at = (x.to(device, non_blocking=True) for x in mask.placed)
+        sequences = max(len(query_at), len(key_at))
+        ordered, order = key_at.expand(sequences, -1).sort(dim=-1)
+        nearest = torch.searchsorted(ordered, query_at.expand(sequences, -1).contiguous()).clamp_max(keys - 1)
+        return order.gather(1, nearest)
+    for padding in () if mask is None else mask.padding:
+        if padding.side == "right":
+            count = queries if padding.queries is None else padding.queries.to(device, non_blocking=True)[:, None]
+            return padding.keys.to(device, non_blocking=True)[:, None] - count + index
+    return index + (keys - queries)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

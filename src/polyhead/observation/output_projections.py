@@ -22,18 +22,17 @@ def linear_matrix(module: nn.Module) -> Tensor:
     return weight.T if isinstance(module, nn.Linear) else weight
 
 
-def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return linear layers that may be the output projection of an attention module, and the layers that wrap them.
+def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Return linear layers that may be the output projection of an attention module, and their paths.
 
-    A layer that nothing wraps maps to itself; adapters of PEFT wrap a `base_layer`, for others see `wrapper_of`. The
-    output projection of BERT is outside of its attention module, so the module around it is searched as well.
+    The output projection of BERT is outside of its attention module, so the module around it is searched as well.
 
     Args:
         model: the model.
         modules: its attention modules; `torch.nn.MultiheadAttention` does not call its output projection.
     """
     attention = {id(module) for module in modules if not isinstance(module, nn.MultiheadAttention)}
-    linears: dict[nn.Module, nn.Module] = {}
+    linears: set[nn.Module] = set()
     for path, module in model.named_modules():
         if id(module) not in attention:
             continue
@@ -41,29 +40,27 @@ def candidate_projections(model: nn.Module, modules: Iterable[nn.Module]) -> dic
         if isinstance(module, BaseAttention):  # it would not join its other projections if they had hooks
             reads_single_heads = getattr(module, "combine", None) is None
             around = getattr(module, "out_proj", nn.Identity()) if reads_single_heads else nn.Identity()
-        for name, linear in around.named_modules():
-            if is_linear(linear):
-                parent, _, last = name.rpartition(".")
-                wrapper = around.get_submodule(parent) if last == "base_layer" else wrapper_of(around, name, attention)
-                linears[linear] = wrapper
-    return linears
+        linears |= {linear for linear in around.modules() if is_linear(linear)}
+    return {linear: path for path, linear in model.named_modules() if linear in linears}
 
 
-def wrapper_of(around: nn.Module, name: str, attention: Container[int]) -> nn.Module:
+def wrapper_of(model: nn.Module, name: str, attention: Container[int]) -> nn.Module:
     """Return the module that computes more from the input of a linear layer than this layer does, or the layer itself.
 
-    That is a module with parameters of its own or with another linear layer, as adapters are written by hand, between
-    the attention module and the layer.
+    That is an adapter of PEFT around its `base_layer`, or a module with parameters of its own or with another linear
+    layer, as adapters are written by hand, between the attention module and the layer.
 
     Args:
-        around: an attention module, or a module around it or beside it.
-        name: path of the linear layer in `around`.
-        attention: ids of the attention modules.
+        model: the model.
+        name: path of the linear layer.
+        attention: ids of the attention modules: those whose heads the layer reads, not all that may attend.
     """
-    linear, path = around.get_submodule(name), name.rpartition(".")[0]
-    while path and isinstance(around.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+    linear, (path, _, last) = model.get_submodule(name), name.rpartition(".")
+    if last == "base_layer":
+        return model.get_submodule(path)
+    while path and isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
         path = path.rpartition(".")[0]
-    parent = around.get_submodule(path)
+    parent = model.get_submodule(path)
     if not path or any(id(x) in attention for x in parent.modules()):
         return linear
     others = [x for x in parent.modules() if is_linear(x) and x is not linear]

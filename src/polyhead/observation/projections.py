@@ -158,12 +158,11 @@ class _Tracer:
             return None
         linear, call = next(iter(matching.items()))
         path = next(name for name, module in self.modules.items() if module is linear)
-        parent, _, last = path.rpartition(".")
-        attention = self.modules.get(site)
-        if last == "base_layer":  # of an adapter of PEFT
-            matrix = output_matrix(linear, self.modules[parent], heads.device)
-        elif attention is not None and wrapper_of(self.model, path, {id(attention)}) is not linear:
-            matrix = None
+        # A further attention call of a module in one forward is a site `path#2`.
+        attention = self.modules.get(site, self.modules.get(site.partition("#")[0]))
+        wrapper = linear if attention is None else wrapper_of(self.model, path, {id(attention)})
+        if wrapper is not linear:  # of which LoRA of PEFT alone has a matrix
+            matrix = output_matrix(linear, wrapper, heads.device)
         else:
             matrix = call.matrix if len(matching) == 1 else None  # a second one is part of an adapter or a gate
         return None if matrix is None else matrix.unflatten(0, heads.shape[1:])

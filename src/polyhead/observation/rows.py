@@ -195,7 +195,7 @@ def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor
 
 
 def hidden_by_bias(mask: Mask | None, shape: Sequence[int]) -> Tensor | None:
-    """Return the number of keys that a finite bias masks for every head, [batch or 1, heads or 1, queries or 1].
+    """Return the number of keys that a finite bias masks, [batch or 1, heads or 1, queries or 1].
 
     Such a bias gives a weight of zero, but the key is still counted in `visible_keys`. Keys that another part of the
     mask hides are not: they are not counted there.
@@ -206,22 +206,23 @@ def hidden_by_bias(mask: Mask | None, shape: Sequence[int]) -> Tensor | None:
     """
     if mask is None or not len(mask.biases):
         return None
-    largest = [bias.detach().amax(1, keepdim=True) for bias in mask.biases]
-    if len(largest) == 1 and replace(mask, biases=()).is_everything:
-        return ((largest[0] <= MASKING_BIAS) & (largest[0] != -torch.inf)).sum(-1)
-    (batch, heads, queries), keys = shape, largest[0].shape[-1]
-    visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=largest[0].device)
+    biases = [bias.detach() for bias in mask.biases]
+    if len(biases) == 1 and replace(mask, biases=()).is_everything:
+        return ((biases[0] <= MASKING_BIAS) & (biases[0] != -torch.inf)).sum(-1)
+    (batch, heads, queries), keys = shape, biases[0].shape[-1]
+    visibility = resolve(mask, batch=batch, heads=heads, queries=queries, keys=keys, device=biases[0].device)
     assert visibility is not None
 
     def count(start: int, stop: int) -> Tensor:
         visible = visibility.allowed_tile((start, stop), (0, keys))
         assert visible is not None
-        low = [(x if x.shape[2] == 1 else x[:, :, start:stop]) <= MASKING_BIAS for x in largest]
+        low = [(x if x.shape[2] == 1 else x[:, :, start:stop]) <= MASKING_BIAS for x in biases]
         return (visible & reduce(operator.or_, low)).sum(-1)
 
     if torch.compiler.is_compiling():  # a loop over rows would compile the code for one number of them
         return count(0, queries)
-    step = max(1, _STORED_PAIRS // max(1, batch * keys))
+    maps = batch * max(x.shape[1] for x in (*biases, *mask.allowed))
+    step = max(1, _STORED_PAIRS // max(1, maps * keys))
     return torch.cat([count(start, min(start + step, queries)) for start in range(0, max(queries, 1), step)], 2)
 
 

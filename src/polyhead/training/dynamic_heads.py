@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -212,7 +213,7 @@ class DynamicHeads:
     def _begin(self) -> None:
         """Start to collect evidence for the next change: importances, and a monitor if there is one."""
         with ExitStack() as undo:
-            undo.callback(self._owner.register_step_pre_hook(self._before_step).remove)
+            undo.callback(self._owner.register_step_pre_hook(self._around_closure).remove)
             if self._create_monitor is not None:
                 monitor, state = self._create_monitor(self.model), self._monitor_state
                 if self.score not in (_IMPORTANCE, *monitor.statistics):
@@ -227,8 +228,30 @@ class DynamicHeads:
                 self.monitors.append(undo.enter_context(monitor))
             self._undo = undo.pop_all()
 
+    def _around_closure(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add the importances of a step: now, or after its closure, which computes the gradients."""
+        positional = next((index for index, x in enumerate(args) if index and callable(x)), None)
+        closure = kwargs.get("closure") if positional is None else args[positional]
+        if closure is None:
+            self._before_step()
+            return None
+        is_read = False
+
+        @functools.wraps(closure)
+        def read() -> Any:
+            nonlocal is_read
+            result = closure()
+            if not is_read:
+                self._before_step()
+            is_read = True
+            return result
+
+        if positional is None:
+            return args, {**kwargs, "closure": read}
+        return (*args[:positional], read, *args[positional + 1 :]), kwargs
+
     @torch.no_grad()
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self) -> None:
         """Add the importances of a step, without waiting for the device."""
         values = []
         for layer, shares in zip(self._layers, self._shares, strict=True):

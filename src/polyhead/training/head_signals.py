@@ -16,9 +16,10 @@ from polyhead.observation.calls import Call
 from polyhead.observation.collectors import Collected
 from polyhead.observation.compiled import CompiledModules, compiled_callers, compiled_modules
 from polyhead.observation.nested_sessions import is_gated_by_another
-from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads
+from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads, wrapper_of
 from polyhead.observation.session import Session
 from polyhead.observation.statistics import AttentionSite
+from polyhead.observation.torch_modules import has_own_forward
 from polyhead.observation.watcher import is_recomputed
 from polyhead.ops.attention import AttentionOutput
 from polyhead.ops.common.head_sums import CountedTokens, count_tokens, product, quadratic_forms, squared_norms
@@ -59,10 +60,11 @@ class _Awaited(NamedTuple):
     """An attention call whose head outputs are yet to be read by the output projection."""
 
     call: Call
-    heads: Tensor | None  # outputs of the heads, where they are read: until the output projection is known
+    heads: Tensor | None  # outputs of the heads, where they are read: until the output projection is known, or shared
     sizes: tuple[int, int]  # heads and value_dim
     counted: CountedTokens  # non-padding tokens with a visible key
     non_padding: Tensor | None  # [batch or 1, queries]
+    weights: list[Tensor]  # of the output projection that has read the heads, once it has
 
 
 class HeadSignals:
@@ -85,7 +87,8 @@ class HeadSignals:
         self._session, self._columns, self._inverse_scale = session, columns, inverse_scale
         self._reads_outputs = any(name != LOW_ENTROPY for name in columns)
         self._linears: dict[AttentionSite, nn.Module] = {}  # output projections, once found
-        self._wrappers: dict[nn.Module, nn.Module] = {}  # of candidates for output projections
+        self._candidates: dict[nn.Module, str] = {}  # linear layers that may be output projections, and their paths
+        self._wrappers: dict[nn.Module, nn.Module] = {}  # of output projections: what computes more from their input
         self.is_searching = True  # until the first observed step has ended
         self._factors: dict[AttentionSite, None] = {}  # sites with factors between attention and output projection
         self._callers: tuple[list[nn.Module], bool] = ([], False)  # what is compiled around the model
@@ -100,20 +103,25 @@ class HeadSignals:
     def search(self) -> None:
         """Find the output projections anew in the next observed step; modules may have been replaced."""
         self.is_searching, self._linears, self._factors, self._callers = True, {}, {}, ([], False)
+        self._wrappers = {}
 
     def attach(self) -> None:
         """Start to read the output projections, after the session was entered."""
         modules = self._session.possible_modules
         if self.is_searching:
-            self._wrappers = candidate_projections(self._session.model, modules)
+            self._candidates = candidate_projections(self._session.model, modules)
             names = {module: name or type(module).__name__ for name, module in self._session.model.named_modules()}
             self._torch_names = {x: names[x] for x in modules if isinstance(x, nn.MultiheadAttention)}
             self._hooks = [modules[0].register_forward_pre_hook(lambda *args: self._read_callers())]
-        linears = self._wrappers if self.is_searching else dict.fromkeys(self._linears.values())
+        linears = [*self._candidates] if self.is_searching else [*dict.fromkeys(self._linears.values())]
         if self._reads_outputs and self._session.compiled is None:
             # Functions, which a copy of the model shares; a bound method would copy the session with it.
-            self._hooks += [x.register_forward_pre_hook(lambda *args: self._read(*args)) for x in linears]
-            self._hooks += [x.register_forward_hook(lambda *args: self._read_torch(*args)) for x in self._torch_names]
+            # After the layer, whose pre-hooks may change what it reads; before hooks that reshard its weight.
+            self._hooks += [x.register_forward_hook(lambda *args: self._read(*args), prepend=True) for x in linears]
+            # Before hooks that change the output, which would change its gradient.
+            self._hooks += [
+                x.register_forward_hook(lambda *args: self._read_torch(*args), prepend=True) for x in self._torch_names
+            ]
 
     def detach(self) -> None:
         """Stop to read, before the session is exited."""
@@ -174,10 +182,11 @@ class HeadSignals:
         is_half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
         self.has_half_autocast |= is_half or call.half_autocast
         is_unknown = self.is_searching and call.site not in self._linears
-        heads = output.detach() if is_unknown or call.site.name in self._torch_names.values() else None
-        sizes = (output.shape[1], output.shape[3])
+        is_compared = is_unknown or self._is_projection_shared(call.site)
+        heads = output.detach() if is_compared or call.site.name in self._torch_names.values() else None
+        sizes, weights = (output.shape[1], output.shape[3]), list[Tensor]()
         self._mark_unread(call.site)
-        awaited = _Awaited(call, heads, sizes, counted, non_padding)
+        awaited = _Awaited(call, heads, sizes, counted, non_padding, weights)
         if self._session.compiled is None:
             self._awaited[call.site] = awaited
         else:  # the output projection has no hook; in the first observed step it has read the heads as they are
@@ -186,25 +195,32 @@ class HeadSignals:
             matrix = None if linear is None or is_unknown else self._matrix(linear, output.device)
             self._add_outputs(awaited, output.transpose(1, 2), matrix)
         self._forwards[call.site] += call.counts
-        hook = self._gradient_hook(call.site, counted.tokens)
+        hook = self._gradient_hook(call.site, counted.tokens, weights)
         if call.is_compiled:
             call.gradient_hook = hook
         elif output.requires_grad:
             output.register_hook(hook)
 
     @torch.no_grad()
-    def _read(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _read(self, linear: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         """Add what the input of an output projection writes; the first such input is compared with the heads."""
         if not len(inputs) or not isinstance(inputs[0], Tensor):
             return
-        for site, awaited in tuple(self._awaited.items()):
-            if awaited.heads is not None and reads_heads(inputs[0], awaited.heads):
-                self._linears[site] = linear
-                if not torch.equal(inputs[0].flatten(), awaited.heads.transpose(1, 2).flatten()):
-                    self._factors[site] = None
-            if self._linears.get(site) is linear:
-                del self._awaited[site]
-                self._add_outputs(awaited, inputs[0], self._matrix(linear, inputs[0].device))
+        if self.is_searching:
+            for site, awaited in self._awaited.items():
+                if awaited.heads is not None and reads_heads(inputs[0], awaited.heads):
+                    self._linears[site] = linear
+                    self._wrappers[linear] = self._wrapper_of(linear, site)
+                    if not torch.equal(inputs[0].flatten(), awaited.heads.transpose(1, 2).flatten()):
+                        self._factors[site] = None
+        sites = [site for site in self._awaited if self._linears.get(site) is linear]
+        if len(sites) > 1:  # attention calls that share their projection, of which this input is one
+            read = {site: self._awaited[site].heads for site in sites}
+            sites = [site for site, heads in read.items() if heads is not None and reads_heads(inputs[0], heads)]
+        for site in sites:
+            awaited = self._awaited.pop(site)
+            awaited.weights.append(linear.weight.detach())  # type: ignore[operator]
+            self._add_outputs(awaited, inputs[0], self._matrix(linear, inputs[0].device))
 
     @torch.no_grad()
     def _read_torch(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -220,8 +236,9 @@ class HeadSignals:
             self._unread.add(site)
             return
         self._add_outputs(awaited, awaited.heads.transpose(1, 2), matrix)
-        if output[0].requires_grad:
-            add, is_batched = self._gradient_hook(site, awaited.counted.tokens, linear), output[0].ndim == 3
+        if output[0].requires_grad and not has_own_forward(module):  # which may change what it returns
+            weights = [linear.weight.detach()]
+            add, is_batched = self._gradient_hook(site, awaited.counted.tokens, weights, linear), output[0].ndim == 3
             sizes = awaited.sizes
 
             def project(grad: Tensor) -> None:
@@ -232,12 +249,30 @@ class HeadSignals:
 
             output[0].register_hook(project)
 
+    def _wrapper_of(self, linear: nn.Module, site: AttentionSite) -> nn.Module:
+        model, names = self._session.model, [x.name.partition("#")[0] for x in (*self._linears, site)]
+        reporting = [x for x in self._session.attention_modules if not isinstance(x, nn.MultiheadAttention)]
+        calling = [module for path, module in model.named_modules() if (path or type(module).__name__) in names]
+        return wrapper_of(model, self._candidates[linear], {id(x) for x in (*reporting, *calling)})
+
+    def _is_projection_shared(self, site: AttentionSite) -> bool:
+        linear = self._linears.get(site)
+        return linear is not None and sum(x is linear for x in self._linears.values()) > 1
+
     def _mark_unread(self, site: AttentionSite) -> None:
         if site in self._awaited and self._awaited[site].call.counts:
             self._unread.add(site)
 
     def _matrix(self, linear: nn.Module, device: torch.device) -> Tensor | None:
         return output_matrix(linear, self._wrappers.get(linear, linear), device)
+
+    def _matrix_of_forward(self, linear: nn.Module, weights: list[Tensor], device: torch.device) -> Tensor | None:
+        """Return W_O as the forward used it, whose weight `torch.func.functional_call` may have replaced."""
+        matrix = self._matrix(linear, device)
+        if matrix is None or not len(weights) or weights[-1].data_ptr() == linear.weight.data_ptr():  # type: ignore[operator]
+            return matrix
+        is_plain = self._wrappers.get(linear, linear) is linear
+        return (weights[-1].T if isinstance(linear, nn.Linear) else weights[-1]) if is_plain else None
 
     def _add_outputs(self, awaited: _Awaited, read: Tensor, matrix: Tensor | None) -> None:
         call, (heads, dim), tokens = awaited.call, awaited.sizes, awaited.counted.tokens
@@ -261,7 +296,9 @@ class HeadSignals:
 
     # ---- called in backwards
 
-    def _gradient_hook(self, site: AttentionSite, tokens: Tensor, linear: nn.Module | None = None) -> Any:
+    def _gradient_hook(
+        self, site: AttentionSite, tokens: Tensor, weights: list[Tensor], linear: nn.Module | None = None
+    ) -> Any:
         """Return a hook that adds the gradient with respect to head outputs [batch, heads, queries, dim] to the step's.
 
         The norm of the sum of two gradients is not known from their norms, so a second backward through the same
@@ -280,8 +317,9 @@ class HeadSignals:
             dtype = accumulator_dtype(grad.device)
             squares, factor = squared_norms(grad, tokens, dtype), self._inverse_scale(grad.device)
             squares = squares if isinstance(factor, float) else squares * factor.square()
-            products, projection = None, linear or self._linears.get(site)
-            matrix = self._matrix(projection, grad.device) if with_pairs and projection is not None else None
+            products, matrix, projection = None, None, linear or self._linears.get(site)
+            if with_pairs and projection is not None:
+                matrix = self._matrix_of_forward(projection, weights, grad.device)
             if matrix is not None:
                 by_token = torch.where(tokens[..., None, None], grad.transpose(1, 2), 0.0).flatten(0, 1)
                 products = _pair_products(by_token, matrix.unflatten(0, by_token.shape[1:]), dtype)

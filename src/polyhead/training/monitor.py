@@ -119,8 +119,9 @@ class HeadMonitor:
 
     They are NaN where they were not measured: outputs and cosines where the layer that multiplies by W_O is not found
     or its weight is quantised, sharded or has other adapters than LoRA; gradients where no backward reached the head,
-    or more than one passed through the same forward. `torch.nn.MultiheadAttention` has outputs without its dropout, and
-    none of these columns under gates. W_O is found in the first observed step, which waits for the device.
+    or more than one passed through the same forward. `torch.nn.MultiheadAttention` has outputs without its dropout,
+    none of these columns under gates, and no gradients in subclasses with a forward of their own. W_O is found in the
+    first observed step, which waits for the device.
 
     Raises:
         OptionError: a model without attention that can be observed, unknown statistics, `every` or `pairs_every` below

@@ -21,9 +21,9 @@ from polyhead.surgery.edits.records import EditRecord
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _GRADIENT = "gradient"  # of a parameter, edited like a tensor of its state
-# Running means of squared gradients. Adam's bias correction is that of the whole tensor: from 0, a new head would start
-# with updates of up to six times the learning rate (betas of 0.9 and 0.999).
-_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+# Means and sums (Adagrad) of squared gradients, and step sizes (Rprop). Adam's bias correction is that of the whole
+# tensor: from 0, a new head would start with updates of up to six times the learning rate (betas of 0.9 and 0.999).
+_OF_OTHER_HEADS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step_size")
 
 
 def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit] | HeadEdit) -> EditRecord:
@@ -32,7 +32,8 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
     Edited parameters are new ones, which replace the old in the optimizer's groups. Every tensor of its state that has
     a value per weight (moments of Adam, momentum of SGD and Muon) is edited as the weights are: values of a head stay
     with the head, and so do gradients. A new head (`AddHeads`) has no momentum, and the mean second moments of the
-    layer's other heads; a head that was merged or pooled counts as new. Step counters are kept.
+    layer's other heads (of Rprop the mean step sizes); a head that was merged or pooled counts as new. Step counters
+    are kept.
 
     Args:
         model: the model, which is edited in place; outside of any `polyhead.observe`.
@@ -71,7 +72,7 @@ def edit_heads(model: nn.Module, optimizer: Optimizers, edits: Sequence[HeadEdit
             # Parameters of another optimizer, whose state has no such key, are read as zeros and not written.
             tensors = {name: state.get(key, before[name].new_zeros(())) for name, state in states.items()}
             tensors = {name: x.expand(before[name].shape) for name, x in tensors.items()}
-            heads = _of_heads(read_heads(model, layer, tensors=tensors), after, mean=key in _SECOND_MOMENTS)
+            heads = _of_heads(read_heads(model, layer, tensors=tensors), after, mean=key in _OF_OTHER_HEADS)
             for name, x in pack_heads(model, layer, heads).items():
                 if key in states[name]:
                     carried[name][key] = x

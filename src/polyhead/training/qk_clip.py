@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class QKClip:
         self._carried: Tensor | None = None  # what counts again after a step that a GradScaler skipped
         self._undo: ExitStack | None = None
         self._latest: ClippedHeads | None = None
+        self._has_warned = False  # of attention that is observed, but not scaled
 
     def _check_owned(self) -> None:
         owned = {id(x) for group in self.optimizer.param_groups for x in group["params"]}
@@ -191,11 +193,22 @@ class QKClip:
         """Return the largest logit and bias of every head since the last step, [2, all heads]; -Inf without any."""
         observations = self._session.take()
         by_site: dict[str, Tensor] = {}
+        scaled = {layer.site for layer in self._layers}
         for statistics in observations.sites:
             logits, name = statistics.largest.largest[0], statistics.site.name
+            if name not in scaled:  # further attention calls of a module in one forward are sites `path#2`
+                name = name.partition("#")[0]
             bias = observations.collected.get(statistics.site, {}).get(_BIAS)
             values = torch.stack([logits, bias.largest if isinstance(bias, Maximum) else logits.new_zeros(len(logits))])
             by_site[name] = torch.maximum(by_site[name], values) if name in by_site else values
+        if (others := [name for name in by_site if name not in scaled]) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "QKClip scales layers of polyhead, of transformers and torch.nn.MultiheadAttention, and observed "
+                f"attention in {', '.join(others)}, whose logits are not bounded",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not by_site and not is_distributed:
             raise OptionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ def find_query_key_weights(model: nn.Module) -> tuple[QueryKeyWeights, ...]:
     layers: dict[str, AttentionLayer | None] = {layer.path: layer for layer in find_layers(model)}
     layers |= {path: None for path, x in model.named_modules() if isinstance(x, LatentAttention)}
     weights, refused = [], {}
+    owners = Counter(id(x) for module in model.modules() for x in module._parameters.values() if x is not None)
     for path, layer in layers.items():
         module = model.get_submodule(path)
         site = path or type(module).__name__
@@ -81,6 +83,12 @@ def find_query_key_weights(model: nn.Module) -> tuple[QueryKeyWeights, ...]:
         else:
             assert layer is not None
             weights.append(_separate(model, layer))
+        names = {id(x): name for name, x in model.named_parameters()}
+        own = () if reason else tuple(weights[-1].parameters())
+        if any(id(x) not in names for x in own):
+            refused[site] = "its weights are computed by a parametrization, and a product with them would be lost"
+        elif tied := sorted({names[id(x)] for x in own if owners[id(x)] > 1}):
+            refused[site] = f"{', '.join(tied)} is shared with another module"
     if refused:
         site, reason = next(iter(refused.items()))
         others = f", and {len(refused) - 1} more" if len(refused) > 1 else ""

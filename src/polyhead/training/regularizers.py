@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError
@@ -109,7 +108,8 @@ def output_overlap(statistics: ForwardStatistics) -> Tensor:
 
     As in Li et al. 2018: the cosine of the outputs for a token before the output projection, in the mean over
     tokens, pairs of heads and layers. Each head writes in coordinates of its own, which W_O maps to those of the layer;
-    the term makes heads differ there, not in what they add to the layer. A head without output has a cosine of 0.
+    the term makes heads differ there, not in what they add to the layer. A head without output has a cosine of 0, and
+    no gradient.
 
     Args:
         statistics: `session.statistics` of `polyhead.observe(model, keep_statistics=True)` after a forward.
@@ -130,7 +130,9 @@ def output_overlap(statistics: ForwardStatistics) -> Tensor:
     def overlap(call: SiteRows) -> tuple[Tensor, Tensor]:
         output = call.output
         output = torch.where(call.tokens[..., None], output, 0.0).to(torch.promote_types(output.dtype, torch.float32))
-        direction, heads = F.normalize(output, dim=-1), call.tokens.sum(1)
+        norm, heads = torch.linalg.vector_norm(output, dim=-1, keepdim=True), call.tokens.sum(1)
+        # A head without output has no direction; the gradient of `F.normalize` would be that of the output over 1e-12.
+        direction = torch.where(norm > 0, output / torch.where(norm > 0, norm, 1.0), 0.0)
         # The sum over ordered pairs: the square of the sum, less the squares.
         total = direction.sum(1).square().sum() - direction.square().sum()
         return total, (heads * (heads - 1)).sum()
@@ -185,7 +187,9 @@ def weight_overlap(model: nn.Module, part: Part = "value") -> Tensor:
         heads = _matrices(model, layer, part)  # [heads, dim, width]
         if len(heads) < 2:
             continue
-        gram = torch.einsum("iaw,jbw->ijab", heads, heads).square().sum((2, 3))  # [heads, heads]
+        with torch.autocast(heads.device.type, enabled=False):  # squares of 16-bit numbers underflow
+            heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
+            gram = torch.einsum("iaw,jbw->ijab", heads, heads).square().sum((2, 3))  # [heads, heads]
         norm = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).sqrt()
         overlap = gram / (norm[:, None] * norm)
         overlaps.append(overlap.triu(1).sum() * (2 / (len(heads) * (len(heads) - 1))))

@@ -260,7 +260,7 @@ class LatentAttention(BaseAttention):
         """
         checks.check_padded("latent attention takes", "key", key, self.layout.embed_dim, self.kv_a_proj)
         latents = self._compress(key, None)
-        return Memory(latents, latents[..., : self.layout.kv_lora_rank])
+        return self._memory(latents, latents[..., : self.layout.kv_lora_rank])
 
     def explain(self, queries: int, keys: int | None = None, *, form: Form | None = None) -> FormChoice:
         """Return the form chosen for these numbers of queries and keys, and the cost of both forms.

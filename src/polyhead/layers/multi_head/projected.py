@@ -286,7 +286,7 @@ class ProjectedHeads(BaseAttention):
         # Views of the joint projection keep all of it in memory.
         is_view = self.k_norm is None and not isinstance(self.positions, RotatesHeads)
         k = k if self.k_norm is None else apply_norm(self.k_norm, k)
-        return Memory(self._apply_rotary(k), v if is_view else v.clone())
+        return self._memory(self._apply_rotary(k), v if is_view else v.clone())
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout

@@ -256,7 +256,7 @@ class HeadParallelLayer(BaseAttention):
         local = self._local(self._masks(), (key.shape[0], 0))
         keywords = dict(zip(names, inputs[count:], strict=True))
         memory: Memory = self.parallelism.layer_class.remember(local, *inputs[:count], **keywords)  # type: ignore[attr-defined]
-        return memory
+        return Memory(memory.key, memory.value)  # not that of `local`, which exists for this call alone
 
     @property
     def cache_layout(self) -> Any:

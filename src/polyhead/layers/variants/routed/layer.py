@@ -329,7 +329,7 @@ class RoutedHeads(BaseAttention):
         k, v = self._project(key)
         # Views of the joint projection keep all of it in memory.
         is_view = self.k_norm is None and not isinstance(self.positions, RotatesHeads)
-        return Memory(self._apply_rotary(k), v if is_view else v.clone())
+        return self._memory(self._apply_rotary(k), v if is_view else v.clone())
 
     def _project_queries(self, x: Tensor, routing: Routing, groups: RowGroups) -> Tensor:
         """Return the queries of the selected heads, [batch, rows_per_head * slots, queries, head_dim]."""
