@@ -34,8 +34,8 @@ def count_tokens(
     if keys.numel() and has_kernel(keys):
         from polyhead.ops.common.kernels.head_sums import tokens_and_entropies
 
-        tokens, number, counts = tokens_and_entropies(entropy, keys, real, bins=bins, learned_sinks=learned_sinks)
-        return CountedTokens(tokens, number, None if entropy is None else counts)
+        tokens, number, entropies = tokens_and_entropies(entropy, keys, real, bins=bins, learned_sinks=learned_sinks)
+        return CountedTokens(tokens, number, None if entropy is None else entropies)
     tokens = (keys > 0).any(1)
     tokens = tokens if real is None else tokens & real
     counts = None
@@ -44,7 +44,8 @@ def count_tokens(
         counted = (keys > 0) & (terms > 1)  # a single term has no entropy
         counted = counted if real is None else counted & real[:, None]
         share = entropy / terms.clamp_min(2.0).log()
-        counts = histogram(*(x.transpose(0, 1).flatten(1) for x in (share, counted.expand_as(share))), bins)
+        share, counted = (x.transpose(0, 1).flatten(1) for x in (share, counted.expand_as(share)))
+        counts = histogram(share, counted, bins)
     return CountedTokens(tokens, tokens.sum(), counts)
 
 
