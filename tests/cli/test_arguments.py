@@ -49,6 +49,7 @@ def place(made, monkeypatch) -> Path:
 
 INSPECT = ["inspect", "MODEL", "--text", "TEXT"]
 PRUNE = ["prune", "MODEL", "--share", "30%", "--output", "new", "--form", "uneven"]
+PRUNE_HEADS = ["prune", "MODEL", "--heads", "L0H1", "--output", "new", "--form", "uneven"]
 SHRINK = ["shrink", "MODEL", "--target", "30%-heads", "--text", "TEXT", "--output", "new", "--form", "uneven"]
 CONVERT = ["convert", "MODEL", "--kv-heads", "2", "--output", "new", "--form", "uneven"]
 MERGE = ["merge", "MODEL", "--heads", "L0H1+L0H2", "--output", "new", "--form", "uneven"]
@@ -138,6 +139,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["prune", "MODEL", "--output", "new", "--share", "0%"], "a percentage between 0% and 100%"),
     (["prune", "MODEL", "--output", "new", "--share", "100%"], "a percentage between 0% and 100%"),
     ([*PRUNE, "--criterion", "magic"], "criterion must be one of"),
+    ([*PRUNE_HEADS, "--criterion", "plain"], "a criterion selects the heads of a share, got 'plain' and heads by name"),
+    ([*PRUNE_HEADS, "--seed", "1"], "seed is that of the criterion 'random', got seed 1 with 'compensated'"),
     (["merge", "MODEL", "--heads", "L0H1", "--output", "new"], "two or more heads of one layer"),
     (["merge", "MODEL", "--heads", "L0H1+L1H1", "--output", "new"], "two or more heads of one layer"),
     (["merge", "MODEL", "--heads", "L0H1+L0H1", "--output", "new"], "a head may occur only once"),

@@ -281,6 +281,15 @@ def test_a_text_that_misleads_the_compensation_leaves_the_heads_uncompensated(pl
     assert fingerprint(model) == fingerprint(plain)
 
 
+def test_compensation_is_the_same_whichever_way_heads_are_chosen(place):
+    options = {"text": documents(place), "context": 40, "form": "uneven", "tokenizer": tokenizer()}
+    chosen, named = in_memory(place / "llama"), in_memory(place / "llama")
+    pruned = polyhead.prune(chosen, share=0.4, criterion="magnitude", **options)
+    heads = [(edit.layer, head) for edit in pruned.edits for head in edit.heads]
+    assert polyhead.prune(named, heads, **options).compensation == pruned.compensation
+    assert fingerprint(chosen) == fingerprint(named)
+
+
 def test_other_arguments_are_checked_before_a_model_is_loaded(place):
     def load():
         raise AssertionError("the model was loaded")
@@ -288,6 +297,8 @@ def test_other_arguments_are_checked_before_a_model_is_loaded(place):
     for call in (
         lambda: polyhead.prune(load, share=0.3, criterion="magic"),
         lambda: polyhead.prune(load, share=0.3, criterion="random"),
+        lambda: polyhead.prune(load, "L0H1", criterion="plain"),
+        lambda: polyhead.prune(load, share=0.3, seed=1),
         lambda: polyhead.convert(load, 2, form="flat"),
         lambda: polyhead.merge(load, "L0H0+L0H1", form="flat"),
         lambda: polyhead.shrink(load, "30%-heads", place / "text", form="flat"),

@@ -96,7 +96,7 @@ def prune(
     with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         fraction = None if share is None else _share(share)
-        check_selection(form, criterion, by_name=share is None)
+        check_selection(form, criterion, by_name=share is None, seed=seed)
         check_reading(text, field, context, tokens, test_text)
         removed = [] if heads is None else parse_heads(heads)
 

@@ -62,14 +62,18 @@ def check_form(form: str) -> None:
         raise OptionError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
 
 
-def check_selection(form: str, criterion: str, *, by_name: bool = False) -> None:
-    """Raise if there is no such form or criterion, or the criterion does not select heads for the form.
+def check_selection(form: str, criterion: str, *, by_name: bool = False, seed: int = 0) -> None:
+    """Raise if there is no such form or criterion, the criterion does not select heads for the form, or none is used.
 
-    Heads that are passed `by_name` are not selected.
+    Heads that are passed `by_name` are not selected, and `seed` is that of the criterion `random`.
     """
     check_form(form)
     check_criterion(criterion)
-    if form == "uniform" and criterion != "compensated" and not by_name:
+    if by_name and criterion != "compensated":
+        raise OptionError(f"a criterion selects the heads of a share, got {criterion!r} and heads by name; omit it")
+    if seed and criterion != "random":
+        raise OptionError(f"seed is that of the criterion 'random', got seed {seed} with {criterion!r}; omit it")
+    if form == "uniform" and criterion != "compensated":
         raise OptionError(
             f"the uniform form needs the criterion compensated, got {criterion!r}; omit the criterion, or {OTHER_FORMS}"
         )

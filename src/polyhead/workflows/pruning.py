@@ -102,7 +102,7 @@ def prune(
         raise OptionError("prune takes either heads or share, got both or neither")
     if share is not None and not 0 < share < 1:
         raise OptionError(f"share must be between 0 and 1, got {share}")
-    check_selection(form, criterion, by_name=share is None)
+    check_selection(form, criterion, by_name=share is None, seed=seed)
     requested = None if heads is None else head_edits(heads, stack)
     some_heads: RemovedHeads = {}  # that leave the uniform layout of the share
 
@@ -150,7 +150,7 @@ def prune(
         fields["calibration_original"] = calibration.original_on_calibration()
     if compensate:
         assert calibration is not None and evidence is not None
-        pruned, removed = PrunedModel(evidence, weighting=weighting_of(criterion)), _removed(loaded.model, edits)
+        pruned, removed = PrunedModel(evidence), _removed(loaded.model, edits)
         if quality is not None:
             unchanged = unchanged_projections(loaded.model, evidence.layers, removed)
             fields["not_compensated"] = pruned.measure(unchanged, quality)
