@@ -16,9 +16,7 @@ from polyhead.sources import Context, LoadedModel, batches
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 from polyhead.sources.text_sampling import count_tokens
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.options import check_criterion
-from polyhead.surgery.selection.criteria import WEIGHTED
-from polyhead.surgery.selection.evidence import Evidence, Objectives, Weighting
+from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Quality, language_slope
 
 MIN_GROUPS = 8  # of a text that is split; of every 8 groups, 5 calibrate, 1 selects and 2 are held out
@@ -187,9 +185,3 @@ def objectives_of(loaded: LoadedModel) -> Objectives:
         loss = Masked(loaded.tokenizer.mask_token_id)
         return Objectives(slope=Probe(), ablated=loss, gradient=loss, slopes=16, ablations=2)
     return Objectives(slope=Probe(), ablated="representation", slopes=16, ablations=2)
-
-
-def weighting_of(criterion: str) -> Weighting:
-    """Return per-token weighting by the loss for criteria that support weights, else none; raises on unknown ones."""
-    check_criterion(criterion)
-    return "token" if criterion in WEIGHTED else "none"

@@ -24,7 +24,7 @@ from polyhead.surgery.selection.evidence import Evidence, editable_layers
 from polyhead.surgery.selection.pruned_model import PrunedModel
 from polyhead.surgery.selection.shrinker import RemovedHeads
 from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, heads_for_target, uniform_layouts
-from polyhead.workflows.calibration_text import CalibrationText, quality_type, weighting_of
+from polyhead.workflows.calibration_text import CalibrationText, quality_type
 from polyhead.workflows.compensating import compensate as compensated
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
 from polyhead.workflows.model_loading import Model, as_loaded
@@ -195,13 +195,12 @@ def select_heads(
 
     `layouts` are those that may be left in every layer, for the uniform form; the largest without `share` is taken.
     """
-    weighting = weighting_of(criterion)
     if layouts is not None:
-        uniform = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
+        uniform = UniformShrinker(evidence, layouts=layouts)
         return uniform.edits(uniform.meet_target(Target("heads", share)))
     total = sum(heads.num_heads for heads in evidence.heads.values())
     number = round(share * total)
     if not number:
         raise OptionError(f"share must be at least one head, got {share:.1%} of {total} heads")
-    selected = choose_heads(orders_by(criterion, evidence, weighting=weighting, seed=seed), number)
+    selected = choose_heads(orders_by(criterion, evidence, weighting="token", seed=seed), number)
     return prune_edits(evidence.layers, selected)

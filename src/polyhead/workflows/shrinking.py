@@ -20,6 +20,7 @@ from polyhead.surgery.compensation.least_squares import PrecomputedProjections, 
 from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.options import Form, Target, check_shrinking
 from polyhead.surgery.selection.budgets import Size, check_target
+from polyhead.surgery.selection.criteria import WEIGHTED
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.quality import Measurement, Quality
 from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
@@ -31,7 +32,6 @@ from polyhead.workflows.calibration_text import (
     CalibrationText,
     model_inputs,
     quality_type,
-    weighting_of,
 )
 from polyhead.workflows.compensating import compensate
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
@@ -145,7 +145,6 @@ def shrink(
     check_shrinking(
         goal, has_text=text is not None, metric=metric, criterion=criterion, form=form, measured=measured, search=search
     )
-    weighting = weighting_of(criterion)
     folder = None if resume is None else Path(resume)
     with nullcontext() if folder is None else lock_folder(folder):
 
@@ -186,6 +185,8 @@ def shrink(
         # The other two forms are of the same heads, and a run in one may be resumed in the other.
         equal = "uniform" if form == "uniform" else None
         options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
+        if criterion not in WEIGHTED:  # earlier runs with such a criterion compensated otherwise
+            options["weighting"] = "token"
         if not curve:  # its measurements come before that of the result
             options["curve"] = False
         journal = _journal(folder, loaded, calibrated, name, options)
@@ -200,9 +201,9 @@ def shrink(
         evidence = calibrated.evidence(progress, journal=journal)
         shrinker: BaseShrinker
         if layouts is not None:
-            shrinker = UniformShrinker(evidence, weighting=weighting, layouts=layouts)
+            shrinker = UniformShrinker(evidence, layouts=layouts)
         else:
-            shrinker = Shrinker(evidence, criterion=criterion, weighting=weighting, by_kv_heads=goal.kind == "cache")
+            shrinker = Shrinker(evidence, criterion=criterion, by_kv_heads=goal.kind == "cache")
         removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
 
         choices = shrinker.choices() if curve else []
