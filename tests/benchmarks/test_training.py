@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import math
-import multiprocessing
+import os
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,20 +123,26 @@ def test_what_is_under_way_is_begun_once_and_seeds_wait_for_their_sweep():
     assert next_trial(TINY, swept, begun) == Trial("multi-head", "tokens", RATES[0], SEEDS[1])
 
 
+SMALL = replace(TINY, variants={"multi-head": TINY.variants["multi-head"]}, steps=2)
+
+
+def bits_by_rate(file: Path, output: Path, processes: int) -> dict[float, float]:
+    """Run a small contest; return the results of the first seed."""
+    found = list(Comparison(SMALL, file, CPU, output, {"gpu": "none"}).run(processes=processes))
+    assert sorted(map(str, found)) == sorted(map(str, read_results(output)))
+    assert len({x.trial for x in found}) == len(found) == len(RATES) + len(SEEDS) - 1
+    return {x.trial.rate: x.bits for x in found if x.trial.seed == SEEDS[0]}
+
+
+def test_each_trial_is_run_once_and_kept(file, tmp_path):
+    assert set(bits_by_rate(file, tmp_path / "one.jsonl", 1)) == set(RATES)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_several_at_a_time_find_what_one_after_another_finds(file, tmp_path, monkeypatch):
-    """In forks of this process, which need not import PyTorch anew."""
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: fork)
-    small = replace(TINY, variants={"multi-head": TINY.variants["multi-head"]}, steps=2)
-    every = []
-    for processes in (1, 2):
-        output = tmp_path / f"{processes}.jsonl"
-        found = list(Comparison(small, file, CPU, output, {"gpu": "none"}).run(processes=processes))
-        assert sorted(map(str, found)) == sorted(map(str, read_results(output)))
-        assert len({x.trial for x in found}) == len(found) == len(RATES) + len(SEEDS) - 1
-        every.append({x.trial.rate: x.bits for x in found if x.trial.seed == SEEDS[0]})
-    assert every[0] == pytest.approx(every[1], rel=1e-6)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    several, one = (bits_by_rate(file, tmp_path / f"{count}.jsonl", count) for count in (2, 1))
+    assert several == pytest.approx(one, rel=1e-6)
 
 
 def test_a_training_that_came_apart_is_no_best_and_is_not_tried_again(tmp_path):
