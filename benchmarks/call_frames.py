@@ -24,6 +24,7 @@ import torch
 
 SHAPE = (1, 4, 32, 64)  # more queries than the decode kernels take
 KERNELS = "polyhead.ops.attention.kernels."  # not those that clean the keys before
+LAUNCHER = "polyhead.ops.common.kernels.launching"  # called by the host functions of kernels
 
 
 class Frames(NamedTuple):
@@ -46,8 +47,10 @@ def frames_to_launch(call: Callable[[], object]) -> Frames:
     def watch(frame: FrameType, event: str, argument: object) -> None:
         if event != "call":
             return
-        caller = frame.f_back
-        if frame.f_code is launch and caller is not None and caller.f_globals["__name__"].startswith(KERNELS):
+        caller = host = frame.f_back
+        while host is not None and host.f_globals["__name__"] == LAUNCHER:
+            host = host.f_back
+        if frame.f_code is launch and host is not None and host.f_globals["__name__"].startswith(KERNELS):
             sys.setprofile(before)
             while caller is not None:
                 stack.extend(_own_names(caller))

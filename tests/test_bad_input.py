@@ -498,7 +498,7 @@ LAYERS: list[Refusal] = [
     ),
     (
         "memory of a layer with other KV heads",
-        lambda: MultiHeadAttention(12, 3, num_kv_heads=1)(X, LAYER.remember(SOURCE)),
+        lambda: MultiHeadAttention(12, 3, num_kv_heads=1)(X, MultiHeadAttention(12, 3).remember(SOURCE)),
         ShapeError,
         "keys of 1 heads of 4, got 3 heads of 4",
     ),
