@@ -24,6 +24,7 @@ from polyhead.errors import (
     ShapeError,
 )
 from polyhead.geometry import HeadLayout
+from polyhead.layers import Memory
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import ALiBi, Learned, LinearScaling, Rotary, Sinusoidal, T5Bias
 
@@ -40,6 +41,11 @@ Refusal = tuple[str, Callable[[], object], type[Exception], str]
 
 def attend(mask: Mask | None = None, query: Tensor = Q, key: Tensor = K, value: Tensor = V, **options: Any) -> Tensor:
     return attention(query, key, value, mask=mask, **options).output
+
+
+def unclaimed(memory: Memory) -> Memory:
+    """Return a memory that every layer takes."""
+    return Memory(memory.key, memory.value)
 
 
 def without_gradients(call: Callable[[], object]) -> Callable[[], object]:
@@ -492,13 +498,19 @@ LAYERS: list[Refusal] = [
     ("remembered key of another width", lambda: LAYER.remember(SOURCE[..., :5]), ShapeError, r"got shape \[2, 7, 5\]"),
     (
         "memory of another layer",
-        lambda: LAYER(X, MultiHeadAttention(12, 6).remember(SOURCE)),
+        lambda: LAYER(X, MultiHeadAttention(12, 3).remember(SOURCE)),
+        OptionError,
+        "got a MultiHeadAttention with a memory of another layer, which is gone; call remember of this layer",
+    ),
+    (
+        "memory of other heads",
+        lambda: LAYER(X, unclaimed(MultiHeadAttention(12, 6).remember(SOURCE))),
         ShapeError,
         "keys of 3 heads of 4, got 6 heads of 2",
     ),
     (
         "memory of a layer with other KV heads",
-        lambda: MultiHeadAttention(12, 3, num_kv_heads=1)(X, MultiHeadAttention(12, 3).remember(SOURCE)),
+        lambda: MultiHeadAttention(12, 3, num_kv_heads=1)(X, unclaimed(LAYER.remember(SOURCE))),
         ShapeError,
         "keys of 1 heads of 4, got 3 heads of 4",
     ),

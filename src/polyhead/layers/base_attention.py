@@ -161,14 +161,17 @@ class BaseAttention(nn.Module):
         if torch.compiler.is_compiling():
             return
         reference, edits = _projected_by.get(memory, (None, 0))
-        layer: Any = None if reference is None else reference()
-        if layer is not None and layer is not self:
+        if reference is None:
+            return
+        layer: Any = reference()
+        if layer is not self:
+            other = "layer, which is gone" if layer is None else type(layer).__name__
             raise OptionError(
                 f"a memory has the keys and values of one layer, got a {type(self).__name__} with a memory of another "
-                f"{type(layer).__name__}; call remember of this layer, or pass Memory(memory.key, memory.value) if "
-                "their projections are the same"
+                f"{other}; call remember of this layer, or pass Memory(memory.key, memory.value) if their projections "
+                "are the same"
             )
-        if layer is self and edits != self.kv_edits:
+        if edits != self.kv_edits:
             raise OptionError(
                 f"a memory must have the keys and values of a layer's current heads, got one of {type(self).__name__} "
                 "before its heads were edited; call remember again"
