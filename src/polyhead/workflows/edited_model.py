@@ -152,7 +152,7 @@ class EditedModel:
 
     @property
     def _side_files(self) -> Any:
-        """What saves the tokenizer and other files: those of the original's folder, but the tokenizer that was passed.
+        """Files and tokenizer that `save` copies: those of the original's folder, but the tokenizer that was passed.
 
         A tokenizer is passed with a model in memory alone; one like that of the folder is copied byte for byte.
         """
