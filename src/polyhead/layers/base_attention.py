@@ -41,8 +41,8 @@ _JOINED = ("_of_self", "_of_source", "_last")
 class Memory:
     """Projected keys and values of a source, for repeated cross-attention to it.
 
-    The layer that has projected them takes them alone, until its heads are edited; a `Memory` that is built of tensors
-    is taken by every layer.
+    Only the layer that has projected them takes them, and only until its heads are edited; compiled code does not check
+    this. A `Memory` that is built of tensors is taken by every layer.
     """
 
     key: Tensor  # [batch, kv_heads, keys, head_dim]

@@ -32,7 +32,7 @@ def _tokens_kernel(
 ):  # fmt: skip
     """Mark the tokens of a block of rows, and count them and the bins of their normalized entropy in every head.
 
-    `ptr_counts` is [heads, BINS + 1], then the number of tokens; integers, so that the order of additions is no matter.
+    `ptr_counts` is [heads, BINS + 1], then the number of tokens; integers, whose sums do not depend on the order.
     """
     # [BLOCK_ROWS]
     offs_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
