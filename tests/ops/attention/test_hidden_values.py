@@ -134,6 +134,15 @@ def test_broken_numbers_behind_a_mask_change_nothing_with_every_option(backend: 
         assert torch.equal(actual.gradients[name], grad), name
 
 
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("backend", ON_THE_CPU)
+def test_broken_numbers_behind_a_mask_do_not_reach_the_gradients_of_the_scales(backend: str, kind: str) -> None:
+    clean = replace(scene_of(kind), scale=normal(6, seed=7, dtype=torch.float32) / 4)
+    broken, _ = break_hidden(clean)
+    gradients = [result_and_gradients(scene, backend).gradients["scale"] for scene in (clean, broken)]
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("part", ["key", "value"])
 @pytest.mark.parametrize("filler", NON_FINITE)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyhead.ops.attention.alignment import aligned
 from polyhead.ops.common.tracing import is_traced, is_transformed
 
 # Batch x heads x queries x keys x head_dim from which cuDNN's backward is worth waking another thread. On an H200 in
@@ -106,7 +107,8 @@ def _run_with_layout(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.stream(stream), torch.no_grad():
-        output, grad_output = _with_layout_of(output, query), _with_layout_of(grad_output, query)
+        query, key, value = aligned(query), aligned(key), aligned(value)
+        output, grad_output = (aligned(_with_layout_of(x, query)) for x in (output, grad_output))
     return _run_backward(stream, grad_output, query, key, value, output, *rest)
 
 

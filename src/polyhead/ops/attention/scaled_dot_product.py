@@ -22,6 +22,7 @@ from torch.backends.cuda import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyhead.ops.attention import cudnn_backward
+from polyhead.ops.attention.alignment import aligned
 from polyhead.ops.common.tracing import is_exporting, is_transformed
 
 _NAMES = {backend.value: name.removesuffix("_ATTENTION").lower() for name, backend in SDPBackend.__members__.items()}
@@ -42,6 +43,9 @@ def scaled_dot_product(
 
     An exported graph contains PyTorch's operator unchanged: its kernel is chosen when the graph runs.
     """
+    if query.is_cuda:
+        query, key, value = aligned(query), aligned(key), aligned(value)
+        mask = aligned(mask) if mask is not None and mask.dtype is not torch.bool else mask
     is_empty = query.is_cuda and not (query.numel() and key.numel())
     if not is_empty and not _avoids_cudnn(query, key, value, mask):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)

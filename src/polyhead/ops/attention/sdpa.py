@@ -237,16 +237,16 @@ class _Call:
 
 def _prepare(request: AttentionRequest) -> _Call:
     """Return the request as arguments that PyTorch's fused kernels support."""
-    query, key, value = request.query, request.key, request.value
-    scale = request.scale
-    if isinstance(scale, Tensor):
-        query, scale = query * scale.to(query.dtype)[:, None, None], 1.0
-    else:
-        query, scale = with_positive_scale(query, scale)
+    query, key, value, scales = request.query, request.key, request.value, request.scale
+    scale = 1.0
+    if not isinstance(scales, Tensor):
+        query, scale = with_positive_scale(query, scales)
     grouped = key.shape[1] != query.shape[1]
     call = _Call(query, key, value, None, False, scale, grouped)
     if request.visibility is not None:
         _apply_visibility(call, request.visibility, request.finite)
+    if isinstance(scales, Tensor):  # after NaN in rows without keys was replaced: their gradient is 0 times the query
+        call.query = call.query * scales.to(query.dtype)[:, None, None]
     _adapt_to_kernels(call)
     return call
 

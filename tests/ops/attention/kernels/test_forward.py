@@ -135,6 +135,8 @@ def long() -> dict[str, Scene]:
         result[f"nothing, {dim}"] = scene(heads=(4, 2), queries=390, keys=517, dims=(dim, dim))
         result[f"causal, {dim}"] = scene(heads=(4, 2), queries=517, keys=517, dims=(dim, dim), who=Who(causal=True))
         result[f"window, {dim}"] = scene(queries=517, keys=517, dims=(dim, 64), who=Who(left=200, right=0, first=3))
+    for dims in ((24, 8), (40, 24), (72, 24), (136, 24)):  # wrong in tiles of few value channels; see `tile_dims`
+        result[f"causal, {dims}"] = scene(heads=(4, 2), queries=261, keys=261, dims=dims, who=Who(causal=True))
     return result
 
 

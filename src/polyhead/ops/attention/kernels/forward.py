@@ -40,7 +40,7 @@ from polyhead.ops.common.kernels.launching import launch_repeated
 from polyhead.ops.common.kernels.mask_arguments import MaskArguments
 from polyhead.ops.common.kernels.mask_tiles import key_spans, query_positions
 from polyhead.ops.common.kernels.resources import Blocks, launch_fitting, shared_memory
-from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim
+from polyhead.ops.common.kernels.sizes import blocks_of, tile_dims
 from polyhead.ops.common.kernels.softmax_tiles import LOG2E
 
 
@@ -226,7 +226,7 @@ def plan_launch(
     `requested` is as in `choose_blocks`.
     """
     query, mask, dim_key, dim_value = call.query, call.mask, call.key.shape[3], call.value.shape[3]
-    block_key, block_value = padded_dim(dim_key), padded_dim(dim_value)
+    block_key, block_value = tile_dims(dim_key, dim_value)
     device = query.get_device() if query.is_cuda else None
     compute_capability = (9, 0) if device is None else capability(device)
     size = query.element_size()

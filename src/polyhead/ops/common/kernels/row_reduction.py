@@ -245,9 +245,9 @@ def reduce_rows(
         *(columns, -1 if share is None else share, int(learned_sinks), chunks > 1, block),
         strides[2] == strides[5] == strides[7] == 1,
     )
-    aligned = [x.data_ptr() % 16 == 0 for x in statistics]
+    aligned = [x is None or x.data_ptr() % 16 == 0 for x in (*statistics, keys, real)]
     dtypes = (statistics[0].dtype, keys.dtype, None if real is None else real.dtype, *(x.dtype for x in state))
-    kinds = keys.get_device(), dtypes, tuple(aligned)
+    kinds = keys.get_device(), dtypes, tuple(aligned)  # the state is read number by number
     with torch.cuda.device_of(keys):
         for first_slot, first_head, step_head, length in _runs(heads):
             numbers = (*strides, queries, rows, blocks_of_chunk, chunks, first_head, step_head, first_slot, num_slots)
