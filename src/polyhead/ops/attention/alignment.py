@@ -18,17 +18,23 @@ from polyhead.ops.common.tracing import is_traced, is_transformed
 _BYTES = 16
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Return a tensor whose rows start at multiples of 16 bytes: itself, or a contiguous copy.
+def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors whose rows start at multiples of 16 bytes: each as it is, or a contiguous copy.
 
     Rows whose length is no multiple of 16 bytes need less: PyTorch pads them, or takes a kernel with shorter loads.
     Traced and transformed tensors have no address, and are returned as they are.
     """
-    if is_traced(x) or is_transformed():
-        return x
-    if x.data_ptr() % _BYTES == 0 and _has_aligned_strides(x.shape, x.stride(), x.element_size()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    if is_traced(tensors[0]) or is_transformed():
+        return tensors
+    return tuple(
+        x if _is_aligned(x) or is_traced(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors
+    )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    if x.data_ptr() % _BYTES:
+        return False
+    return x.is_contiguous() or _has_aligned_strides(x.shape, x.stride(), x.element_size())
 
 
 @functools.lru_cache(maxsize=4096)

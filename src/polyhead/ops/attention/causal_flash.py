@@ -41,7 +41,7 @@ class _CausalFlash(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         from polyhead.ops.common.kernels.clean_keys import clean_keys
 
-        query = aligned(query)
+        (query,) = aligned(query)
         key, value, poison = clean_keys(key, value)
         output, logsumexp, *sizes, seed, offset, _ = torch._scaled_dot_product_flash_attention(
             query, key, value, 0.0, True, scale=scale
@@ -54,5 +54,7 @@ class _CausalFlash(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, seed, offset = ctx.saved_tensors
-        grads = _backward_operator(aligned(grad_output), *tensors, *ctx.sizes, 0.0, True, seed, offset, scale=ctx.scale)
+        grads = _backward_operator(
+            *aligned(grad_output), *tensors, *ctx.sizes, 0.0, True, seed, offset, scale=ctx.scale
+        )
         return *grads, None

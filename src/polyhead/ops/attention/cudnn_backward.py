@@ -107,8 +107,8 @@ def _run_with_layout(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.stream(stream), torch.no_grad():
-        query, key, value = aligned(query), aligned(key), aligned(value)
-        output, grad_output = (aligned(_with_layout_of(x, query)) for x in (output, grad_output))
+        query, key, value = aligned(query, key, value)
+        output, grad_output = aligned(_with_layout_of(output, query), _with_layout_of(grad_output, query))
     return _run_backward(stream, grad_output, query, key, value, output, *rest)
 
 

@@ -44,8 +44,9 @@ def scaled_dot_product(
     An exported graph contains PyTorch's operator unchanged: its kernel is chosen when the graph runs.
     """
     if query.is_cuda:
-        query, key, value = aligned(query), aligned(key), aligned(value)
-        mask = aligned(mask) if mask is not None and mask.dtype is not torch.bool else mask
+        query, key, value = aligned(query, key, value)
+        if mask is not None and mask.dtype is not torch.bool:  # PyTorch copies boolean ones
+            (mask,) = aligned(mask)
     is_empty = query.is_cuda and not (query.numel() and key.numel())
     if not is_empty and not _avoids_cudnn(query, key, value, mask):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
