@@ -25,7 +25,8 @@ from polyhead.ops.common.kernels.resources import launch_fitting
 from polyhead.ops.common.kernels.sizes import blocks_of
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products, tanh
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, plan_latent_blocks
-from polyhead.ops.decode.kernels.parts import exp, load_rows, store_sums
+from polyhead.ops.decode.kernels.parts import load_rows, store_sums
+from polyhead.ops.decode.kernels.row_state import empty_state, reset_padding, update_state
 
 
 @triton.jit
@@ -153,19 +154,7 @@ def latent_kernel(
         head_sm_scale *= tl.load(ptr_head_scale + offs_head, mask=mask_m, other=0.0).to(tl.float32)
     ptr_latents = latents.data + i_batch.to(tl.int64) * latents.batch + i_kv_head.to(tl.int64) * latents.head
 
-    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    max_abs = tl.zeros([BLOCK_M], tl.float32)
-    acc_entropy = tl.zeros([BLOCK_M], tl.float32)
-    mean_distance = tl.zeros([BLOCK_M], tl.float32)
-    mean_offset = tl.zeros([BLOCK_M], tl.float32)
-    mean_squared_distance = tl.zeros([BLOCK_M], tl.float32)
-    sink_mass = tl.zeros([BLOCK_M], tl.float32)
-    self_mass = tl.zeros([BLOCK_M], tl.float32)
-    previous_mass = tl.zeros([BLOCK_M], tl.float32)
-    next_mass = tl.zeros([BLOCK_M], tl.float32)
-    window_mass = tl.zeros([BLOCK_M], tl.float32)
-    visible_keys = tl.zeros([BLOCK_M], tl.int32)
+    state = empty_state(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
 
     # Partial tiles before the full ones, full tiles, partial tiles after them.
@@ -212,77 +201,16 @@ def latent_kernel(
                     qk += tl.where(tl.max(nonfinite.to(tl.int32), 1) > 0, float("nan"), 0.0)[None, :]
                 qk = tl.where(visible, qk, -float("inf"))
 
-            m_new = tl.maximum(m_i, tl.max(qk, 1))
-            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-            qk_shifted = qk - m_safe[:, None]
-            p = exp(qk_shifted, EXACT)
-            alpha = exp(m_i - m_safe, EXACT)
-            if stat_slots.entropy is not None:
-                # The sum of p * (qk - m) is corrected by the change of the row max, so that no difference of two
-                # numbers as large as the logits is ever taken.
-                m_diff = tl.where(m_i == -float("inf"), 0.0, m_i - m_safe)
-                product = tl.where(p > 0.0, p * qk_shifted, 0.0)
-                acc_entropy = alpha * (acc_entropy + m_diff * l_i) + tl.sum(product, 1)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            if stat_slots.max_abs_logit is not None:
-                abs_qk = tl.where(qk == -float("inf"), 0.0, tl.abs(qk))
-                max_abs = tl.maximum(max_abs, tl.max(abs_qk, 1))
-            offset = distance.to(tl.float32)
-            if stat_slots.mean_distance is not None:
-                mean_distance = mean_distance * alpha + tl.sum(p * tl.abs(offset), 1)
-            if stat_slots.mean_offset is not None:
-                mean_offset = mean_offset * alpha + tl.sum(p * offset, 1)
-            if stat_slots.mean_squared_distance is not None:
-                mean_squared_distance = mean_squared_distance * alpha + tl.sum(p * offset * offset, 1)
-            if stat_slots.visible_keys is not None:
-                visible_keys += tl.sum(visible.to(tl.int32), 1)
-            # Full tiles contribute nothing to the masses at fixed positions, which are only rescaled there.
-            sink_mass *= alpha
-            self_mass *= alpha
-            previous_mass *= alpha
-            next_mass *= alpha
-            window_mass *= alpha
-            if i_zone != FULL:
-                if stat_slots.sink_mass is not None:
-                    sink_mass += tl.sum(tl.where((offs_n < sink_keys)[None, :], p, 0.0), 1)
-                if stat_slots.self_mass is not None:
-                    self_mass += tl.sum(tl.where(distance == 0, p, 0.0), 1)
-                if stat_slots.previous_mass is not None:
-                    previous_mass += tl.sum(tl.where(distance == -1, p, 0.0), 1)
-                if stat_slots.next_mass is not None:
-                    next_mass += tl.sum(tl.where(distance == 1, p, 0.0), 1)
-                if stat_slots.window_mass is not None:
-                    window_mass += tl.sum(tl.where(tl.abs(distance) <= window, p, 0.0), 1)
+            state, p, alpha = update_state(
+                state, stat_slots, qk, distance, visible, mask, i_batch, offs_n, stop, sink_keys, window,
+                i_zone == FULL, BLOCK_N, EXACT,
+            )  # fmt: skip
             weights = p.to(tile_latent.dtype)
             acc = add_product(acc * alpha[:, None], weights, tile_latent)
-            m_i = m_new
 
-    # Full tiles do not mask padding rows, so these are reset here.
-    m_i = tl.where(mask_real, m_i, -float("inf"))
-    l_i = tl.where(mask_real, l_i, 0.0)
+    state = reset_padding(state, mask_real)
     num_rows = num_rows.to(tl.int64)
-    offs_part, mask_filled = store_sums(
-        ptr_sums,
-        stat_slots,
-        i_split,
-        splits,
-        num_rows,
-        offs_row,
-        mask_m,
-        m_i,
-        l_i,
-        max_abs,
-        acc_entropy,
-        mean_distance,
-        mean_offset,
-        mean_squared_distance,
-        sink_mass,
-        self_mass,
-        previous_mass,
-        next_mass,
-        window_mass,
-        visible_keys.to(tl.float32),
-    )
+    offs_part, mask_filled = store_sums(ptr_sums, stat_slots, i_split, splits, num_rows, offs_row, mask_m, state)
     # [BLOCK_M, BLOCK_RANK]
     offs_rank = tl.arange(0, BLOCK_RANK)
     ptr = ptr_parts + offs_part[:, None] * RANK + offs_rank[None, :]

@@ -11,11 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyhead.ops.common.kernels.softmax_tiles import LN2, LOG2E, exp2, log2
+from polyhead.ops.common.kernels.softmax_tiles import LN2, log2
 from polyhead.ops.common.statistics import NAMES, row_tuple
+from polyhead.ops.decode.kernels.row_state import RowState, exp
 
 # Index of each statistic in the tensor of statistics, [statistics, rows]; None: not requested.
 StatisticSlots = row_tuple("StatisticSlots", NAMES, __name__)
+# The sums of weights times a factor have the same indices among the slots and in the state.
+FIRST_LINEAR = tl.constexpr(NAMES.index("mean_distance"))
+LAST_LINEAR = tl.constexpr(NAMES.index("window_mass"))
+assert NAMES[FIRST_LINEAR.value : LAST_LINEAR.value + 1] == RowState._fields[FIRST_LINEAR.value : LAST_LINEAR.value + 1]
 
 
 @triton.jit
@@ -36,11 +41,6 @@ def load_rows(ptr_rows, mask_rows, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def exp(x, EXACT: tl.constexpr):
-    return exp2(x * LOG2E, EXACT)
-
-
-@triton.jit
 def store_rows(
     ptr_logsumexp,
     ptr_statistics,
@@ -50,25 +50,14 @@ def store_rows(
     offs_row,
     mask_row,
     i_head,
-    m_i,
-    l_i,
-    max_abs,
-    acc_entropy,
-    mean_distance,
-    mean_offset,
-    mean_squared_distance,
-    sink_mass,
-    self_mass,
-    previous_mass,
-    next_mass,
-    window_mass,
-    visible_keys,
+    state,
     EXACT: tl.constexpr,
 ):
     """Store log-sum-exp and statistics of rows; returns the normaliser of their output.
 
-    `l_i` is 0 in a row without visible keys and NaN in one that sees a NaN, whatever its row max is.
+    `state.l_i` is 0 in a row without visible keys and NaN in one that sees a NaN, whatever its row max is.
     """
+    m_i, l_i = state.m_i, state.l_i
     is_nonempty = l_i != 0.0
     m_all = m_i
     if ptr_sinks is not None:
@@ -91,33 +80,20 @@ def store_rows(
     if stat_slots.max_logit is not None:
         tl.store(ptr + stat_slots.max_logit * num_rows, tl.where(l_i == l_i, m_i, l_i), mask=mask_row)
     if stat_slots.max_abs_logit is not None:
-        tl.store(ptr + stat_slots.max_abs_logit * num_rows, tl.where(l_i == l_i, max_abs, l_i), mask=mask_row)
+        tl.store(ptr + stat_slots.max_abs_logit * num_rows, tl.where(l_i == l_i, state.max_abs, l_i), mask=mask_row)
     if stat_slots.entropy is not None:
-        sum_p_qk = alpha * (acc_entropy + tl.where(m_i == -float("inf"), 0.0, m_i - m_safe) * l_i)
+        sum_p_qk = alpha * (state.entropy + tl.where(m_i == -float("inf"), 0.0, m_i - m_safe) * l_i)
         if ptr_sinks is not None:
             sum_p_qk += tl.where(p_sink > 0.0, p_sink * (sink - m_safe), 0.0)
         entropy = log_denominator - sum_p_qk / denominator
         tl.store(ptr + stat_slots.entropy * num_rows, tl.where(is_nonempty, entropy, 0.0), mask=mask_row)
     if stat_slots.confidence is not None:
         tl.store(ptr + stat_slots.confidence * num_rows, tl.where(is_nonempty, normalizer, 0.0), mask=mask_row)
-    if stat_slots.mean_distance is not None:
-        tl.store(ptr + stat_slots.mean_distance * num_rows, mean_distance * normalizer, mask=mask_row)
-    if stat_slots.mean_offset is not None:
-        tl.store(ptr + stat_slots.mean_offset * num_rows, mean_offset * normalizer, mask=mask_row)
-    if stat_slots.mean_squared_distance is not None:
-        tl.store(ptr + stat_slots.mean_squared_distance * num_rows, mean_squared_distance * normalizer, mask=mask_row)
-    if stat_slots.sink_mass is not None:
-        tl.store(ptr + stat_slots.sink_mass * num_rows, sink_mass * normalizer, mask=mask_row)
-    if stat_slots.self_mass is not None:
-        tl.store(ptr + stat_slots.self_mass * num_rows, self_mass * normalizer, mask=mask_row)
-    if stat_slots.previous_mass is not None:
-        tl.store(ptr + stat_slots.previous_mass * num_rows, previous_mass * normalizer, mask=mask_row)
-    if stat_slots.next_mass is not None:
-        tl.store(ptr + stat_slots.next_mass * num_rows, next_mass * normalizer, mask=mask_row)
-    if stat_slots.window_mass is not None:
-        tl.store(ptr + stat_slots.window_mass * num_rows, window_mass * normalizer, mask=mask_row)
+    for i in tl.static_range(FIRST_LINEAR, LAST_LINEAR + 1):
+        if stat_slots[i] is not None:
+            tl.store(ptr + stat_slots[i] * num_rows, state[i] * normalizer, mask=mask_row)
     if stat_slots.visible_keys is not None:
-        tl.store(ptr + stat_slots.visible_keys * num_rows, visible_keys, mask=mask_row)
+        tl.store(ptr + stat_slots.visible_keys * num_rows, state.visible_keys.to(tl.float32), mask=mask_row)
     if stat_slots.learned_sink_mass is not None:
         tl.store(ptr + stat_slots.learned_sink_mass * num_rows, p_sink / denominator, mask=mask_row)
     return normalizer
@@ -132,19 +108,7 @@ def store_sums(
     num_rows,
     offs_row,
     mask_row,
-    m_i,
-    l_i,
-    max_abs,
-    acc_entropy,
-    mean_distance,
-    mean_offset,
-    mean_squared_distance,
-    sink_mass,
-    self_mass,
-    previous_mass,
-    next_mass,
-    window_mass,
-    visible_keys,
+    state,
 ):
     """Store the softmax state of rows over one part of the keys.
 
@@ -153,33 +117,20 @@ def store_sums(
     stride_slot = splits * num_rows
     offs_part = i_split * num_rows + offs_row
     ptr = ptr_sums + offs_part
-    tl.store(ptr, m_i, mask=mask_row)
-    tl.store(ptr + stride_slot, l_i, mask=mask_row)
+    tl.store(ptr, state.m_i, mask=mask_row)
+    tl.store(ptr + stride_slot, state.l_i, mask=mask_row)
     ptr += 2 * stride_slot
     # A part without visible keys has l_i = 0, and nothing else of it is read.
-    mask_filled = mask_row & (l_i != 0.0)
+    mask_filled = mask_row & (state.l_i != 0.0)
     if stat_slots.max_abs_logit is not None:
-        tl.store(ptr + stat_slots.max_abs_logit * stride_slot, max_abs, mask=mask_filled)
+        tl.store(ptr + stat_slots.max_abs_logit * stride_slot, state.max_abs, mask=mask_filled)
     if stat_slots.entropy is not None:
-        tl.store(ptr + stat_slots.entropy * stride_slot, acc_entropy, mask=mask_filled)
-    if stat_slots.mean_distance is not None:
-        tl.store(ptr + stat_slots.mean_distance * stride_slot, mean_distance, mask=mask_filled)
-    if stat_slots.mean_offset is not None:
-        tl.store(ptr + stat_slots.mean_offset * stride_slot, mean_offset, mask=mask_filled)
-    if stat_slots.mean_squared_distance is not None:
-        tl.store(ptr + stat_slots.mean_squared_distance * stride_slot, mean_squared_distance, mask=mask_filled)
-    if stat_slots.sink_mass is not None:
-        tl.store(ptr + stat_slots.sink_mass * stride_slot, sink_mass, mask=mask_filled)
-    if stat_slots.self_mass is not None:
-        tl.store(ptr + stat_slots.self_mass * stride_slot, self_mass, mask=mask_filled)
-    if stat_slots.previous_mass is not None:
-        tl.store(ptr + stat_slots.previous_mass * stride_slot, previous_mass, mask=mask_filled)
-    if stat_slots.next_mass is not None:
-        tl.store(ptr + stat_slots.next_mass * stride_slot, next_mass, mask=mask_filled)
-    if stat_slots.window_mass is not None:
-        tl.store(ptr + stat_slots.window_mass * stride_slot, window_mass, mask=mask_filled)
+        tl.store(ptr + stat_slots.entropy * stride_slot, state.entropy, mask=mask_filled)
+    for i in tl.static_range(FIRST_LINEAR, LAST_LINEAR + 1):
+        if stat_slots[i] is not None:
+            tl.store(ptr + stat_slots[i] * stride_slot, state[i], mask=mask_filled)
     if stat_slots.visible_keys is not None:
-        tl.store(ptr + stat_slots.visible_keys * stride_slot, visible_keys, mask=mask_filled)
+        tl.store(ptr + stat_slots.visible_keys * stride_slot, state.visible_keys.to(tl.float32), mask=mask_filled)
     return offs_part, mask_filled
 
 
@@ -190,6 +141,15 @@ def _load_parts(ptr, mask_split, mask_part):
     All parts are loaded, so that the load does not wait for `mask_part`.
     """
     return tl.where(mask_part, tl.load(ptr, mask=mask_split, other=0.0), 0.0)
+
+
+@triton.jit
+def _sum_parts(ptr, slot, stride_slot, mask_split, mask_part, alpha):
+    """Return the sum of a statistic over the parts, each times `alpha`; 0 if it is not requested."""
+    total = 0.0
+    if slot is not None:
+        total = tl.sum(_load_parts(ptr + slot * stride_slot, mask_split, mask_part) * alpha, 0)
+    return total
 
 
 @triton.jit
@@ -240,8 +200,7 @@ def join_kernel(
     l_parts = tl.load(ptr + stride_slot, mask=mask_split, other=0.0)
     mask_part = l_parts != 0.0
     ptr += 2 * stride_slot
-    max_abs, acc_entropy, mean_distance, mean_offset, mean_squared_distance = 0.0, 0.0, 0.0, 0.0, 0.0
-    sink_mass, self_mass, previous_mass, next_mass, window_mass, visible_keys = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    max_abs, entropy, visible_keys = 0.0, 0.0, 0.0
     if stat_slots.entropy is not None:
         entropy_parts = _load_parts(ptr + stat_slots.entropy * stride_slot, mask_split, mask_part)
     m_i = tl.max(m_parts, 0)
@@ -252,54 +211,28 @@ def join_kernel(
         max_abs = tl.max(_load_parts(ptr + stat_slots.max_abs_logit * stride_slot, mask_split, mask_part), 0)
     if stat_slots.entropy is not None:
         correction = tl.where(m_parts == -float("inf"), 0.0, m_parts - m_safe) * l_parts
-        acc_entropy = tl.sum(alpha * (entropy_parts + correction), 0)
-    if stat_slots.mean_distance is not None:
-        mean_distance = tl.sum(
-            _load_parts(ptr + stat_slots.mean_distance * stride_slot, mask_split, mask_part) * alpha, 0
-        )
-    if stat_slots.mean_offset is not None:
-        mean_offset = tl.sum(_load_parts(ptr + stat_slots.mean_offset * stride_slot, mask_split, mask_part) * alpha, 0)
-    if stat_slots.mean_squared_distance is not None:
-        mean_squared_distance = tl.sum(
-            _load_parts(ptr + stat_slots.mean_squared_distance * stride_slot, mask_split, mask_part) * alpha, 0
-        )
-    if stat_slots.sink_mass is not None:
-        sink_mass = tl.sum(_load_parts(ptr + stat_slots.sink_mass * stride_slot, mask_split, mask_part) * alpha, 0)
-    if stat_slots.self_mass is not None:
-        self_mass = tl.sum(_load_parts(ptr + stat_slots.self_mass * stride_slot, mask_split, mask_part) * alpha, 0)
-    if stat_slots.previous_mass is not None:
-        previous_mass = tl.sum(
-            _load_parts(ptr + stat_slots.previous_mass * stride_slot, mask_split, mask_part) * alpha, 0
-        )
-    if stat_slots.next_mass is not None:
-        next_mass = tl.sum(_load_parts(ptr + stat_slots.next_mass * stride_slot, mask_split, mask_part) * alpha, 0)
-    if stat_slots.window_mass is not None:
-        window_mass = tl.sum(_load_parts(ptr + stat_slots.window_mass * stride_slot, mask_split, mask_part) * alpha, 0)
+        entropy = tl.sum(alpha * (entropy_parts + correction), 0)
     if stat_slots.visible_keys is not None:
         visible_keys = tl.sum(_load_parts(ptr + stat_slots.visible_keys * stride_slot, mask_split, mask_part), 0)
+    state = RowState(
+        m_i=m_i,
+        l_i=l_i,
+        max_abs=max_abs,
+        entropy=entropy,
+        mean_distance=_sum_parts(ptr, stat_slots.mean_distance, stride_slot, mask_split, mask_part, alpha),
+        mean_offset=_sum_parts(ptr, stat_slots.mean_offset, stride_slot, mask_split, mask_part, alpha),
+        mean_squared_distance=_sum_parts(
+            ptr, stat_slots.mean_squared_distance, stride_slot, mask_split, mask_part, alpha
+        ),
+        sink_mass=_sum_parts(ptr, stat_slots.sink_mass, stride_slot, mask_split, mask_part, alpha),
+        self_mass=_sum_parts(ptr, stat_slots.self_mass, stride_slot, mask_split, mask_part, alpha),
+        previous_mass=_sum_parts(ptr, stat_slots.previous_mass, stride_slot, mask_split, mask_part, alpha),
+        next_mass=_sum_parts(ptr, stat_slots.next_mass, stride_slot, mask_split, mask_part, alpha),
+        window_mass=_sum_parts(ptr, stat_slots.window_mass, stride_slot, mask_split, mask_part, alpha),
+        visible_keys=visible_keys,
+    )
     normalizer = store_rows(
-        ptr_logsumexp,
-        ptr_statistics,
-        ptr_sinks,
-        stat_slots,
-        num_rows,
-        i_row,
-        i_row < num_rows,
-        i_head,
-        m_i,
-        l_i,
-        max_abs,
-        acc_entropy,
-        mean_distance,
-        mean_offset,
-        mean_squared_distance,
-        sink_mass,
-        self_mass,
-        previous_mass,
-        next_mass,
-        window_mass,
-        visible_keys,
-        EXACT,
+        ptr_logsumexp, ptr_statistics, ptr_sinks, stat_slots, num_rows, i_row, i_row < num_rows, i_head, state, EXACT
     )
     acc = tl.zeros([BLOCK_VALUE], tl.float32)
     for first_part in tl.static_range(0, BLOCK_SPLITS, BLOCK_PARTS):

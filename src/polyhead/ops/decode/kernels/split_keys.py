@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polyhead.ops.common.kernels.mask_tiles import added_tile, key_ordinals, key_positions, visible_tile
+from polyhead.ops.common.kernels.mask_tiles import added_tile, key_positions, visible_tile
 from polyhead.ops.common.kernels.softmax_tiles import add_product, products, tanh
-from polyhead.ops.decode.kernels.parts import exp, load_rows, store_rows, store_sums
+from polyhead.ops.decode.kernels.parts import load_rows, store_rows, store_sums
+from polyhead.ops.decode.kernels.row_state import empty_state, reset_padding, update_state
 
 
 class CachePointers(NamedTuple):
@@ -168,19 +169,7 @@ def decode_kernel(
         ptr_key += i_batch.to(tl.int64) * cache.key_row
         ptr_value += i_batch.to(tl.int64) * cache.value_row
 
-    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    max_abs = tl.zeros([BLOCK_M], tl.float32)
-    acc_entropy = tl.zeros([BLOCK_M], tl.float32)
-    mean_distance = tl.zeros([BLOCK_M], tl.float32)
-    mean_offset = tl.zeros([BLOCK_M], tl.float32)
-    mean_squared_distance = tl.zeros([BLOCK_M], tl.float32)
-    sink_mass = tl.zeros([BLOCK_M], tl.float32)
-    self_mass = tl.zeros([BLOCK_M], tl.float32)
-    previous_mass = tl.zeros([BLOCK_M], tl.float32)
-    next_mass = tl.zeros([BLOCK_M], tl.float32)
-    window_mass = tl.zeros([BLOCK_M], tl.float32)
-    visible_keys = tl.zeros([BLOCK_M], tl.int32)
+    state = empty_state(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
 
     # Partial tiles before the full ones, full tiles, partial tiles after them; explicit positions allow no full tiles.
@@ -204,7 +193,7 @@ def decode_kernel(
             key_position = key_positions(mask, i_batch, offs_n, stop)
             # [BLOCK_M, BLOCK_N]
             distance = key_position[None, :] - position[:, None]
-            mask_n = None
+            mask_n, visible = None, None
             if i_zone != FULL:
                 visible = visible_tile(mask, i_batch, offs_head, offs_query, offs_n, distance, new_length, stop)
                 visible = visible & mask_m[:, None]
@@ -266,54 +255,10 @@ def decode_kernel(
                     qk += nan_bias[None, :]
                 qk = tl.where(visible, qk, -float("inf"))
 
-            m_new = tl.maximum(m_i, tl.max(qk, 1))
-            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-            qk_shifted = qk - m_safe[:, None]
-            p = exp(qk_shifted, EXACT)
-            alpha = exp(m_i - m_safe, EXACT)
-            if stat_slots.entropy is not None:
-                # The sum of p * (qk - m) is corrected by the change of the row max, so that no difference of two
-                # numbers as large as the logits is ever taken.
-                m_diff = tl.where(m_i == -float("inf"), 0.0, m_i - m_safe)
-                product = tl.where(p > 0.0, p * qk_shifted, 0.0)
-                acc_entropy = alpha * (acc_entropy + m_diff * l_i) + tl.sum(product, 1)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            if stat_slots.max_abs_logit is not None:
-                abs_qk = tl.where(qk == -float("inf"), 0.0, tl.abs(qk))
-                max_abs = tl.maximum(max_abs, tl.max(abs_qk, 1))
-            offset = distance.to(tl.float32)
-            if stat_slots.mean_distance is not None:
-                mean_distance = mean_distance * alpha + tl.sum(p * tl.abs(offset), 1)
-            if stat_slots.mean_offset is not None:
-                mean_offset = mean_offset * alpha + tl.sum(p * offset, 1)
-            if stat_slots.mean_squared_distance is not None:
-                mean_squared_distance = mean_squared_distance * alpha + tl.sum(p * offset * offset, 1)
-            if stat_slots.visible_keys is not None:
-                if i_zone == FULL:
-                    visible_keys += BLOCK_N
-                else:
-                    visible_keys += tl.sum(visible.to(tl.int32), 1)
-            if stat_slots.sink_mass is not None:
-                sink_mass *= alpha
-                if i_zone != FULL:
-                    is_sink = key_ordinals(mask, i_batch, offs_n, stop) < sink_keys
-                    sink_mass += tl.sum(tl.where(is_sink[None, :], p, 0.0), 1)
-            if stat_slots.self_mass is not None:
-                self_mass *= alpha
-                if i_zone != FULL:
-                    self_mass += tl.sum(tl.where(distance == 0, p, 0.0), 1)
-            if stat_slots.previous_mass is not None:
-                previous_mass *= alpha
-                if i_zone != FULL:
-                    previous_mass += tl.sum(tl.where(distance == -1, p, 0.0), 1)
-            if stat_slots.next_mass is not None:
-                next_mass *= alpha
-                if i_zone != FULL:
-                    next_mass += tl.sum(tl.where(distance == 1, p, 0.0), 1)
-            if stat_slots.window_mass is not None:
-                window_mass *= alpha
-                if i_zone != FULL:
-                    window_mass += tl.sum(tl.where(tl.abs(distance) <= window, p, 0.0), 1)
+            state, p, alpha = update_state(
+                state, stat_slots, qk, distance, visible, mask, i_batch, offs_n, stop, sink_keys, window,
+                i_zone == FULL, BLOCK_N, EXACT,
+            )  # fmt: skip
 
             if cache.value_scale is not None:
                 scales = _load_scales(
@@ -333,13 +278,8 @@ def decode_kernel(
             tile_value = tile_value.to(tile_query.dtype)
             weights = p.to(tile_query.dtype)
             acc = add_product(acc * alpha[:, None], weights, tile_value)
-            m_i = m_new
 
-    # Full tiles do not mask padding rows, so these are reset here.
-    m_i = tl.where(mask_real, m_i, -float("inf"))
-    l_i = tl.where(mask_real, l_i, 0.0)
-    max_abs = tl.where(mask_real, max_abs, 0.0)
-    visible_keys = tl.where(mask_real, visible_keys, 0).to(tl.float32)
+    state = reset_padding(state, mask_real)
     if cache.value_scale is not None:
         acc *= 1.0 / 127.0
     # [BLOCK_M, BLOCK_VALUE]
@@ -347,55 +287,13 @@ def decode_kernel(
     mask_output = mask_m[:, None] & (offs_value < DIM_VALUE)[None, :]
     if ONE_SPLIT:
         normalizer = store_rows(
-            ptr_logsumexp,
-            ptr_statistics,
-            ptr_sinks,
-            stat_slots,
-            num_rows,
-            offs_row,
-            mask_m,
-            offs_head,
-            m_i,
-            l_i,
-            max_abs,
-            acc_entropy,
-            mean_distance,
-            mean_offset,
-            mean_squared_distance,
-            sink_mass,
-            self_mass,
-            previous_mass,
-            next_mass,
-            window_mass,
-            visible_keys,
-            EXACT,
+            ptr_logsumexp, ptr_statistics, ptr_sinks, stat_slots, num_rows, offs_row, mask_m, offs_head, state, EXACT
         )
-        output = tl.where((l_i != 0.0)[:, None], acc * normalizer[:, None], 0.0)
+        output = tl.where((state.l_i != 0.0)[:, None], acc * normalizer[:, None], 0.0)
         offs_output = (i_batch.to(tl.int64) * QUERIES + offs_query) * (KV_HEADS * GROUP) + offs_head
         ptr = ptr_output + offs_output[:, None] * DIM_VALUE + offs_value[None, :]
         tl.store(ptr, output.to(ptr_output.dtype.element_ty), mask=mask_output)
     else:
-        offs_part, mask_filled = store_sums(
-            ptr_sums,
-            stat_slots,
-            i_split,
-            splits,
-            num_rows,
-            offs_row,
-            mask_m,
-            m_i,
-            l_i,
-            max_abs,
-            acc_entropy,
-            mean_distance,
-            mean_offset,
-            mean_squared_distance,
-            sink_mass,
-            self_mass,
-            previous_mass,
-            next_mass,
-            window_mass,
-            visible_keys,
-        )
+        offs_part, mask_filled = store_sums(ptr_sums, stat_slots, i_split, splits, num_rows, offs_row, mask_m, state)
         ptr = ptr_parts + offs_part[:, None] * DIM_VALUE + offs_value[None, :]
         tl.store(ptr, acc, mask=mask_output & mask_filled[:, None])
