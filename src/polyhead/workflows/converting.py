@@ -14,8 +14,9 @@ from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
 from polyhead.surgery.options import Form, Grouping, check_conversion, check_form
-from polyhead.workflows.calibration_text import CalibrationText
+from polyhead.workflows.calibration_text import CalibrationText, model_inputs
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
+from polyhead.workflows.evaluating import evaluate, measure_original, quality_type
 from polyhead.workflows.model_loading import Model, as_loaded
 
 
@@ -83,12 +84,12 @@ def convert(
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
     try:
-        quality = calibration.quality()
+        original = measure_original(calibration, quality_type(loaded))
         step = Step(progress, "Merge KV heads, layer by layer", len(edits), "layers")
         record = convert_groups(
             loaded.model,
             kv_heads,
-            calibration.batches,
+            lambda: model_inputs(loaded, calibration.calibrating),
             stack=stack,
             grouping=grouping,
             rounds=rounds,
@@ -104,5 +105,5 @@ def convert(
         form=form,
         record=record,
         attention=attention,
-        **calibration.evaluated(quality),
+        **vars(evaluate(calibration, original)),
     )

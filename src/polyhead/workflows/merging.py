@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from polyhead.geometry import HeadId, parse_head_groups
-from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import MergeHeads
 from polyhead.surgery.edits.native_form import check_form_after
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, check_form
-from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
+from polyhead.workflows.edited_model import EditedModel, apply_edits
 from polyhead.workflows.model_loading import Model, as_loaded
 
 Groups = str | Iterable[Sequence[HeadId | tuple[int, int]]]
@@ -59,9 +58,7 @@ def merge(
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
-    attention = AttentionSwitch(loaded.model)
-    record = apply(loaded.model, edits)
-    attention.to_polyhead_if_uneven()
+    record, attention = apply_edits(loaded.model, edits)
     return EditedModel(
         loaded=loaded, edits=tuple(edits), preview=counted, form=form, record=record, attention=attention
     )
