@@ -64,7 +64,8 @@ class CalibrationText:
         tokens = default_tokens(loaded.model) if tokens is None else tokens
         read = partial(read_contexts, loaded, field=field, context=context, sampled=True, purpose=purpose)
         found = read(text, tokens=tokens)
-        groups, can_split = found.groups, loaded.kind != "encoder-decoder" and max(found.groups) + 1 >= MIN_GROUPS
+        groups = found.groups
+        can_split = loaded.kind != "encoder-decoder" and max(groups) + 1 >= MIN_GROUPS
         selecting = {SELECTING} if can_split and selects else set()
         held_out = set(HELD_OUT) if can_split and test_text is None else set()
 
@@ -91,6 +92,15 @@ def default_tokens(model: nn.Module) -> int:
     return max(MIN_TOKENS, TOKENS_PER_CHANNEL * max(widths, default=0))
 
 
+def collect_evidence(
+    text: CalibrationText, progress: ProgressCallback, *, journal: Journal | None = None, stack: str | None = None
+) -> Evidence:
+    """Return the evidence of the calibrating part of a text."""
+    inputs = list(model_inputs(text.loaded, text.calibrating))
+    objectives = objectives_of(text.loaded)
+    return Evidence(text.loaded.model, inputs, objectives, journal=journal, stack=stack, progress=progress)
+
+
 def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[dict[str, Any]]:
     """Yield batches of contexts as keyword arguments of the model, on its device."""
     device = next(loaded.model.parameters()).device
@@ -102,15 +112,6 @@ def model_inputs(loaded: LoadedModel, contexts: Sequence[Context]) -> Iterator[d
         if loaded.kind not in ("encoder", "masked"):
             inputs["use_cache"] = False
         yield inputs
-
-
-def collect_evidence(
-    text: CalibrationText, progress: ProgressCallback, *, journal: Journal | None = None, stack: str | None = None
-) -> Evidence:
-    """Return the evidence of the calibrating part of a text."""
-    inputs = list(model_inputs(text.loaded, text.calibrating))
-    objectives = objectives_of(text.loaded)
-    return Evidence(text.loaded.model, inputs, objectives, journal=journal, stack=stack, progress=progress)
 
 
 def objectives_of(loaded: LoadedModel) -> Objectives:

@@ -21,7 +21,6 @@ from polyhead.surgery.adapters.head_weights import read_heads
 from polyhead.surgery.calibration.moments import (
     GradientStatistics,
     OutputMoments,
-    Sensitivity,
     collect_moments,
     gradient_statistics,
 )
@@ -85,18 +84,13 @@ class Evidence:
     @cached_property
     def gradient_statistics(self) -> dict[str, GradientStatistics]:
         """Statistics of each layer from gradients of the loss, in one pass that also records the last block."""
+        stored = self._stored("gradient_statistics", self._collect_gradient_statistics)
+        return {path: GradientStatistics.from_tensors(parts) for path, parts in stored.items()}
 
-        def collect() -> dict[str, dict[str, Tensor]]:
-            with recording_blocks(self.model, list(self.layers.values())[-1]) as self.recorded:
-                by_layer = gradient_statistics(self.model, self._read(), self._slope)
-            return {
-                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products} for path, x in by_layer.items()
-            }
-
-        return {
-            path: GradientStatistics(OutputMoments.from_tensors(parts), Sensitivity(parts["sensitivity"]))
-            for path, parts in self._stored("gradient_statistics", collect).items()
-        }
+    def _collect_gradient_statistics(self) -> dict[str, dict[str, Tensor]]:
+        with recording_blocks(self.model, list(self.layers.values())[-1]) as self.recorded:
+            by_layer = gradient_statistics(self.model, self._read(), self._slope)
+        return {path: statistics.to_tensors() for path, statistics in by_layer.items()}
 
     def moments_for(self, weighting: Weighting = "token") -> dict[str, OutputMoments]:
         """Return the moments over which errors are measured and compensated."""
@@ -128,11 +122,11 @@ class Evidence:
     @cached_property
     def moments(self) -> dict[str, OutputMoments]:
         """Moments of each layer's head outputs, every token weighted equally."""
+        stored = self._stored("moments", self._collect_moments)
+        return {path: OutputMoments.from_tensors(parts) for path, parts in stored.items()}
 
-        def collect() -> dict[str, dict[str, Tensor]]:
-            return {path: moments.to_tensors() for path, moments in collect_moments(self.model, self._read()).items()}
-
-        return {path: OutputMoments.from_tensors(parts) for path, parts in self._stored("moments", collect).items()}
+    def _collect_moments(self) -> dict[str, dict[str, Tensor]]:
+        return {path: moments.to_tensors() for path, moments in collect_moments(self.model, self._read()).items()}
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
