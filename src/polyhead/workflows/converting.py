@@ -10,7 +10,7 @@ from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
 from polyhead.surgery.edits.head_edits import HeadEdit
-from polyhead.surgery.edits.native_form import check_form_after
+from polyhead.surgery.edits.preview import check_edits
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
 from polyhead.surgery.options import Form, Grouping, check_conversion, check_form
@@ -72,10 +72,9 @@ def convert(
         """Return edits of the same shapes; the groups may be others."""
         return tuple(share_neighbours(layer, kv_heads) for layer in layers_to_convert(network, kv_heads, stack))
 
-    def check(network: nn.Module) -> None:
-        check_form_after(network, edits_of(network), form)
-
-    loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
+    loaded = as_loaded(
+        model, tokenizer, dtype="saved", check=lambda network: check_edits(network, edits_of(network), form)
+    )
     edits = edits_of(loaded.model)
     counted = count(loaded.model, edits)
     if preview:

@@ -46,11 +46,6 @@ class AttentionSwitch:
         """Switch the model to polyhead's attention."""
         set_attention(self._model, register())
 
-    def to_polyhead_if_uneven(self) -> None:
-        """Switch the model to polyhead's attention if an edit made groups of query heads that no other supports."""
-        if has_key_maps(self._model):
-            self.to_polyhead()
-
     def restore(self) -> None:
         """Restore the implementations, except those that the user has changed since the switch."""
         for config, implementation in self._before:
@@ -67,7 +62,8 @@ def apply_edits(
     """
     attention = AttentionSwitch(model)
     record = apply(model, edits, compensation=None if projections is None else PrecomputedProjections(projections))
-    attention.to_polyhead_if_uneven()
+    if has_key_maps(model):  # groups of query heads that no other attention supports
+        attention.to_polyhead()
     return record, attention
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
-
 from polyhead.geometry import HeadId, parse_head_groups
 from polyhead.surgery.edits.head_edits import MergeHeads
-from polyhead.surgery.edits.native_form import check_form_after
+from polyhead.surgery.edits.preview import check_edits
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, check_form
 from polyhead.workflows.edited_model import EditedModel, apply_edits
@@ -49,12 +47,7 @@ def merge(
     """
     check_form(form)
     edits = merge_edits(heads, stack)
-
-    def check(network: nn.Module) -> None:
-        count(network, edits)  # raises on invalid heads
-        check_form_after(network, edits, form)
-
-    loaded = as_loaded(model, dtype="saved", check=check)
+    loaded = as_loaded(model, dtype="saved", check=lambda network: check_edits(network, edits, form))
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)

@@ -15,7 +15,7 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.compensation.least_squares import unchanged_projections
 from polyhead.surgery.edits.applying import edits_by_layer
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.edits.native_form import check_form_after
+from polyhead.surgery.edits.preview import check_edits
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, Target, check_selection
 from polyhead.surgery.selection.budgets import RemovedHeads, prune_edits
@@ -103,19 +103,17 @@ def prune(
         raise OptionError(f"share must be between 0 and 1, got {share}")
     check_selection(form, criterion, by_name=share is None, seed=seed)
     requested = None if heads is None else head_edits(heads, stack)
-    some_heads: RemovedHeads = {}  # that leave the uniform layout of the share
+    target = None if share is None else Target("heads", share)
 
     def check(network: nn.Module) -> None:
-        nonlocal some_heads
-        if share is None:
-            assert requested is not None
-            count(network, requested)  # raises on invalid heads
-            check_form_after(network, requested, form)
-        elif form == "uniform":
-            some_heads = heads_for_target(network, Target("heads", share), stack, option="--share")
+        if requested is not None:
+            check_edits(network, requested, form)
+        elif target is not None and form == "uniform":
+            heads_for_target(network, target, stack, option="--share")
 
     loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
-    if preview and len(some_heads):
+    if preview and target is not None and form == "uniform":
+        some_heads = heads_for_target(loaded.model, target, stack, option="--share")
         counted = count(loaded.model, prune_edits(editable_layers(loaded.model), some_heads))
         return EditedModel(loaded=loaded, edits=(), preview=counted, form=form)
     parts = evidence = None
@@ -132,11 +130,11 @@ def prune(
     if requested is not None:
         edits = requested
     else:
-        assert evidence is not None and share is not None
+        assert evidence is not None and target is not None
         if form == "uniform":
-            removed = UniformSelection(evidence, progress).for_target(Target("heads", share))
+            removed = UniformSelection(evidence, progress).for_target(target)
         else:
-            removed = select_heads(evidence, share, criterion=criterion, seed=seed)
+            removed = select_heads(evidence, target.amount, criterion=criterion, seed=seed)
         edits = prune_edits(evidence.layers, removed)
     counted = count(loaded.model, edits)
     edited: dict[str, Any] = {"loaded": loaded, "edits": tuple(edits), "preview": counted, "form": form}

@@ -21,7 +21,7 @@ from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression, in_metric
-from polyhead.surgery.edits.native_form import fit_after
+from polyhead.surgery.edits.preview import fit_after
 from polyhead.surgery.options import OTHER_FORMS, Target
 from polyhead.surgery.selection.budgets import RemovedHeads, Size, SizeCounter, describe_removed, prune_edits
 from polyhead.surgery.selection.criteria import pruning_order
