@@ -1,4 +1,11 @@
-"""`polyhead.shrink`: prune heads to a target size, with a curve of quality over size and two controls."""
+"""`polyhead.shrink`: prune heads to a target size, with a curve of quality over size and two controls.
+
+The steps are those of `polyhead.prune`: read a text and split it into three parts (`calibration_text`), collect the
+statistics of each layer on the calibrating part (`selection.evidence`), select heads (`selection.uniform`, or
+`selection.free` for the other forms), compensate for them (`compensating`), evaluate the model on the held-out part
+(`evaluating`), apply the edits and save (`edited_model`). Optional: the curve (`selection.curve`), a local search
+(`selection.search`) and a target in measured time (`selection.measured_speed`).
+"""
 
 from __future__ import annotations
 
