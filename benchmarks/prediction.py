@@ -16,9 +16,8 @@ from polyhead.errors import OptionError
 from polyhead.sources import Context, LoadedModel
 from polyhead.sources.text_contexts import MIN_DOCUMENTS, read_contexts
 from polyhead.surgery.options import Form
-from polyhead.workflows.calibration_text import default_tokens, model_inputs
+from polyhead.workflows.calibration_text import default_tokens, model_inputs, quality_type
 from polyhead.workflows.edited_model import EditedModel
-from polyhead.workflows.evaluating import quality_type
 
 HELD_OUT = 4  # the command holds out a quarter of its text
 

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import polyhead
 from polyhead.cli import app
 from polyhead.surgery import find_layers, fingerprint, load_record
-from polyhead.surgery.selection.quality import Fidelity, Perplexity
 from polyhead.workflows import model_loading
 from polyhead.workflows.calibration_text import CalibrationText, model_inputs
 from polyhead.workflows.compensating import DISTILLED, NOT_COMPENSATED
@@ -231,7 +230,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
     for context in text.text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
         assert len(padded) == (context in text.calibrating)
-    judged = measure_original(text, Fidelity).held_out
+    judged = measure_original(text).held_out
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
     assert judged.measure().value == pytest.approx(1, abs=1e-6)
@@ -261,7 +260,7 @@ def test_another_text_is_held_out_and_compared_with_that_which_calibrates(place,
     assert {tuple(set(x.ids)) for x in text.held_out} == {tuple(set(text.held_out[0].ids))}  # of one word
     assert not set(map(id, text.held_out)) & set(map(id, (*text.calibrating, *text.selecting)))
     assert len(text.calibrating) + len(text.selecting) == len(text.text.contexts)
-    original = measure_original(text, Perplexity)
+    original = measure_original(text)
     assert [float(x) for x in found.groups()] == pytest.approx(
         [original.held_out.original, original.calibration], rel=1e-3
     )

@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from polyhead.analysis.importance.losses import Masked
+from polyhead.errors import OptionError
 from polyhead.progress import ProgressCallback
 from polyhead.sources import Context, LoadedModel, batches
 from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.selection.evidence import Evidence, Objectives
 from polyhead.surgery.selection.journal import Journal
-from polyhead.surgery.selection.quality import Probe, language_slope
+from polyhead.surgery.selection.quality import Fidelity, Perplexity, Probe, Quality, language_slope
 
 MIN_GROUPS = 8  # of a text that is split; of every 8 groups, 5 calibrate, 1 selects and 2 are held out
 SELECTING, HELD_OUT = 3, (1, 6)
@@ -34,6 +35,7 @@ class CalibrationText:
 
     loaded: LoadedModel
     text: TextContexts
+    kind: type[Quality]  # by which models are compared on it
     calibrating: tuple[Context, ...]
     selecting: tuple[Context, ...] = ()
     held_out: tuple[Context, ...] = ()
@@ -51,6 +53,7 @@ class CalibrationText:
         tokens: int | None = None,
         test_text: Text = None,
         selects: bool = True,
+        metric: str | None = None,
         purpose: str = "calibration",
     ) -> CalibrationText:
         """Read a text, sampled over all of it, and split it.
@@ -59,8 +62,10 @@ class CalibrationText:
             tokens: maximum number of tokens; default: 24 for each channel of the widest layer, at least 12,288.
             test_text: another text to hold out; all of `text` then calibrates and selects.
             selects: whether a part of the text selects; it calibrates otherwise.
+            metric: quality by which models are compared; default: perplexity for a causal model, else fidelity.
             loaded, text, field, context, purpose: as in `read_contexts`.
         """
+        kind = quality_type(loaded, metric)
         tokens = default_tokens(loaded.model) if tokens is None else tokens
         read = partial(read_contexts, loaded, field=field, context=context, sampled=True, purpose=purpose)
         found = read(text, tokens=tokens)
@@ -75,6 +80,7 @@ class CalibrationText:
         parts = cls(
             loaded,
             found,
+            kind,
             calibrating=contexts_at(set(range(MIN_GROUPS)) - selecting - held_out),
             selecting=contexts_at(selecting),
             held_out=contexts_at(held_out),
@@ -84,6 +90,16 @@ class CalibrationText:
             return parts
         tested = read(test_text, tokens=tokens // 4)
         return replace(parts, held_out=tested.contexts, groups=tested.groups, has_test_text=True)
+
+
+def quality_type(loaded: LoadedModel, metric: str | None = None) -> type[Quality]:
+    """Return the quality of a metric; by default perplexity for a causal model, else fidelity."""
+    if metric == "perplexity" and loaded.kind != "causal":
+        raise OptionError(
+            f"perplexity needs a causal model, got {loaded.name}, which is {loaded.kind}; omit the metric to use "
+            "fidelity"
+        )
+    return Perplexity if metric != "fidelity" and loaded.kind == "causal" else Fidelity
 
 
 def default_tokens(model: nn.Module) -> int:

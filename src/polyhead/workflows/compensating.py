@@ -30,7 +30,7 @@ class Compensated:
 
 
 def compensate(
-    evidence: Evidence, removed: RemovedHeads, text: CalibrationText, kind: type[Quality], progress: ProgressCallback
+    evidence: Evidence, removed: RemovedHeads, text: CalibrationText, progress: ProgressCallback
 ) -> Compensated:
     """Solve the output projections of the pruned layers by least squares, and distil them.
 
@@ -40,13 +40,13 @@ def compensate(
     solved = evidence.compensated(removed)
     if not text.selecting:
         return Compensated(solved, LEAST_SQUARES)
-    distilled = evidence.journal.by_layer("distilled", lambda: _distil(evidence, solved, kind, progress))
+    distilled = evidence.journal.by_layer("distilled", lambda: _distil(evidence, solved, text.kind, progress))
     candidates = (
         Compensated({path: OutputProjection.from_tensors(x) for path, x in distilled.items()}, DISTILLED),
         Compensated(unchanged_projections(evidence.model, evidence.layers, removed), NOT_COMPENSATED),
     )
     inputs = list(model_inputs(text.loaded, text.selecting))
-    quality = kind(evidence.model, inputs, journal=evidence.journal, role="select", loss_only=True)
+    quality = text.kind(evidence.model, inputs, journal=evidence.journal, role="select", loss_only=True)
     return min(candidates, key=lambda candidate: quality.loss(candidate.projections))
 
 

@@ -16,7 +16,7 @@ from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_con
 from polyhead.surgery.options import Form, Grouping, check_conversion, check_form
 from polyhead.workflows.calibration_text import CalibrationText, model_inputs
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
-from polyhead.workflows.evaluating import evaluate, measure_original, quality_type
+from polyhead.workflows.evaluating import evaluate, measure_original
 from polyhead.workflows.model_loading import Model, as_loaded
 
 
@@ -83,7 +83,7 @@ def convert(
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
     try:
-        original = measure_original(calibration, quality_type(loaded))
+        original = measure_original(calibration)
         step = Step(progress, "Merge KV heads, layer by layer", len(edits), "layers")
         record = convert_groups(
             loaded.model,

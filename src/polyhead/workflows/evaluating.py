@@ -5,27 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyhead.errors import OptionError
-from polyhead.sources import LoadedModel, batches
+from polyhead.sources import batches
 from polyhead.sources.text_sampling import count_tokens
 from polyhead.surgery.compensation.least_squares import OutputProjection
 from polyhead.surgery.selection.journal import Journal
-from polyhead.surgery.selection.quality import Fidelity, Measurement, Perplexity, Quality
+from polyhead.surgery.selection.quality import Measurement, Perplexity, Quality
 from polyhead.workflows.calibration_text import BATCH_TOKENS, CalibrationText, model_inputs
 
 FEW = 8  # contexts: a standard error over fewer is itself unreliable
 FEW_GROUPS = 5  # the same for a prediction interval
 MAX_PERPLEXITY_RATIO = 1.25  # between the text that calibrates and that of the test
-
-
-def quality_type(loaded: LoadedModel, metric: str | None = None) -> type[Quality]:
-    """Return the quality of a metric; by default perplexity for a causal model, else fidelity."""
-    if metric == "perplexity" and loaded.kind != "causal":
-        raise OptionError(
-            f"perplexity needs a causal model, got {loaded.name}, which is {loaded.kind}; omit the metric to use "
-            "fidelity"
-        )
-    return Perplexity if metric != "fidelity" and loaded.kind == "causal" else Fidelity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +25,7 @@ class OriginalQuality:
     calibration: float | None = None  # perplexity on text that calibrates, to compare it with that of a test text
 
 
-def measure_original(text: CalibrationText, kind: type[Quality], journal: Journal | None = None) -> OriginalQuality:
+def measure_original(text: CalibrationText, journal: Journal | None = None) -> OriginalQuality:
     """Measure the current model, before it is edited, on the held-out part and on that of the calibration."""
     held_out = None
     if text.held_out:
@@ -47,12 +36,12 @@ def measure_original(text: CalibrationText, kind: type[Quality], journal: Journa
             for row in zip(batch.documents.tolist(), batch.pieces.tolist(), strict=True)
         ]
         inputs = list(model_inputs(text.loaded, text.held_out))
-        held_out = kind(text.loaded.model, inputs, groups=rows, journal=journal, role="report")
+        held_out = text.kind(text.loaded.model, inputs, groups=rows, journal=journal, role="report")
     # Fidelity is 1 on any text.
-    if not text.has_test_text or kind is not Perplexity:
+    if not text.has_test_text or text.kind is not Perplexity:
         return OriginalQuality(held_out)
     inputs = list(model_inputs(text.loaded, text.selecting or text.calibrating))
-    return OriginalQuality(held_out, kind(text.loaded.model, inputs).original)
+    return OriginalQuality(held_out, text.kind(text.loaded.model, inputs).original)
 
 
 @dataclass(frozen=True)

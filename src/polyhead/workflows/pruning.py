@@ -25,7 +25,7 @@ from polyhead.surgery.selection.uniform import UniformSelection, heads_for_targe
 from polyhead.workflows.calibration_text import CalibrationText, collect_evidence
 from polyhead.workflows.compensating import compensate as compensate_heads
 from polyhead.workflows.edited_model import EditedModel, apply_edits
-from polyhead.workflows.evaluating import evaluate, measure_original, quality_type
+from polyhead.workflows.evaluating import evaluate, measure_original
 from polyhead.workflows.model_loading import Model, as_loaded
 
 
@@ -143,15 +143,14 @@ def prune(
     if parts is None or evidence is None:
         record, attention = apply_edits(loaded.model, edits)
         return EditedModel(record=record, attention=attention, **edited)
-    kind = quality_type(loaded)
-    original = measure_original(parts, kind)
+    original = measure_original(parts)
     compensated = not_compensated = None
     if compensate:
         removed = _removed(loaded.model, edits)
         if original.held_out is not None:
             unchanged = unchanged_projections(loaded.model, evidence.layers, removed)
             not_compensated = original.held_out.measure(unchanged)
-        compensated = compensate_heads(evidence, removed, parts, kind, progress)
+        compensated = compensate_heads(evidence, removed, parts, progress)
     record, attention = apply_edits(loaded.model, edits, None if compensated is None else compensated.projections)
     return EditedModel(
         record=record,

@@ -32,7 +32,7 @@ from polyhead.surgery.selection.curve import Choice, CurvePoint, choices_of, mea
 from polyhead.surgery.selection.free import FreeSelection
 from polyhead.surgery.selection.journal import Journal
 from polyhead.surgery.selection.measured_speed import heads_for_measured_target
-from polyhead.surgery.selection.quality import Measurement, Quality
+from polyhead.surgery.selection.quality import Measurement
 from polyhead.surgery.selection.search import search_heads
 from polyhead.surgery.selection.uniform import UniformSelection, heads_for_target, uniform_layouts
 from polyhead.version import VERSION
@@ -45,7 +45,7 @@ from polyhead.workflows.calibration_text import (
 )
 from polyhead.workflows.compensating import compensate
 from polyhead.workflows.edited_model import EditedModel, apply_edits
-from polyhead.workflows.evaluating import evaluate, measure_original, quality_type
+from polyhead.workflows.evaluating import evaluate, measure_original
 from polyhead.workflows.model_loading import Model, as_loaded
 
 SEARCH_CONTEXTS = 16  # a search evaluates the model some hundred times
@@ -160,13 +160,14 @@ def shrink(
         check = partial(_check_model, target=goal, form=form, measured=measured)
         loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
         tokens = SEARCHED_TOKENS if search and tokens is None else tokens
-        parts = _read_text(loaded, text, field=field, context=context, tokens=tokens, test_text=test_text)
-        kind = quality_type(loaded, metric)
+        parts = _read_text(
+            loaded, text, field=field, context=context, tokens=tokens, test_text=test_text, metric=metric
+        )
         options = {"target": str(goal), "criterion": criterion, "form": form, "measured": measured, "search": search}
-        journal = _open_journal(resume, parts, kind, {**options, "curve": curve})
+        journal = _open_journal(resume, parts, {**options, "curve": curve})
         evidence = collect_evidence(parts, progress, journal=journal)
-        progress(Progress(f"Measure the {kind.name} of the original model"))
-        original = measure_original(parts, kind, journal)
+        progress(Progress(f"Measure the {parts.kind.name} of the original model"))
+        original = measure_original(parts, journal)
 
         selection: UniformSelection | FreeSelection
         if form == "uniform":
@@ -184,9 +185,9 @@ def shrink(
         if measured:
             removed = heads_for_measured_target(selection, goal, progress=progress)
         if search:
-            removed, gain = _search(selection, goal, parts, kind, progress)
+            removed, gain = _search(selection, goal, parts, progress)
 
-        compensated = compensate(evidence, removed, parts, kind, progress)
+        compensated = compensate(evidence, removed, parts, progress)
         evaluation = evaluate(parts, original, compensated.projections)
         edits = prune_edits(evidence.layers, removed)
         counted, size = count(loaded.model, edits), selection.size(removed)
@@ -203,7 +204,7 @@ def shrink(
             tokens=parts.text.tokens,
             removed=removed,
             summary=selection.summary(removed),
-            metric_description=kind.words,
+            metric_description=parts.kind.words,
             size=size,
             flops_tokens=COUNTED_CALL.queries,
             compensation=compensated.method,
@@ -239,9 +240,7 @@ def _read_text(loaded: LoadedModel, text: Text, **options: Any) -> CalibrationTe
     return parts
 
 
-def _open_journal(
-    folder: str | os.PathLike[str] | None, parts: CalibrationText, kind: type[Quality], options: Mapping[str, Any]
-) -> Journal:
+def _open_journal(folder: str | os.PathLike[str] | None, parts: CalibrationText, options: Mapping[str, Any]) -> Journal:
     """Return the journal of a run in a folder, which is continued with the same model, text and options alone."""
     if folder is None:
         return Journal()
@@ -249,7 +248,7 @@ def _open_journal(
     origin = {
         "model": model_digest(model),
         "text": digest_of((*parts.text.contexts, *parts.held_out)),
-        "metric": kind.name,
+        "metric": parts.kind.name,
         "device": str(next(model.parameters()).device),
         **options,
     }
@@ -284,13 +283,12 @@ def _search(
     selection: UniformSelection | FreeSelection,
     target: Target,
     parts: CalibrationText,
-    kind: type[Quality],
     progress: ProgressCallback,
 ) -> tuple[RemovedHeads, SearchGain]:
     """Search by the quality on a few contexts; keep the result only if it is better on the whole selecting part."""
     evidence, loaded = selection.evidence, parts.loaded
     few, quality = (
-        kind(loaded.model, list(model_inputs(loaded, contexts)), journal=evidence.journal, role=role)
+        parts.kind(loaded.model, list(model_inputs(loaded, contexts)), journal=evidence.journal, role=role)
         for role, contexts in (
             ("search", parts.selecting[:: -(-len(parts.selecting) // SEARCH_CONTEXTS)]),
             ("searched", parts.selecting),

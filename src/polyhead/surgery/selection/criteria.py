@@ -72,8 +72,8 @@ def orders_by(criterion: str, evidence: Evidence, *, weighting: Weighting = "non
 
 def _compensated(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
     return {
-        path: pruning_order(moments, evidence.heads[path], root=evidence.root(path, weighting))
-        for path, moments in evidence.moments_for(weighting).items()
+        path: pruning_order(layer.moments, layer.heads, root=layer.root)
+        for path, layer in evidence.weighted(weighting).items()
     }
 
 
@@ -149,8 +149,8 @@ def _costs(inverse: Tensor, matrix: Tensor, blocks: Sequence[Tensor]) -> list[fl
 
 def _plain(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
     return {
-        path: plain_order(moments, evidence.heads[path], root=evidence.root(path, weighting))
-        for path, moments in evidence.moments_for(weighting).items()
+        path: plain_order(layer.moments, layer.heads, root=layer.root)
+        for path, layer in evidence.weighted(weighting).items()
     }
 
 

@@ -17,7 +17,7 @@ from polyhead.errors import OptionError
 from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.head_weights import read_heads
+from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import (
     GradientStatistics,
     OutputMoments,
@@ -52,6 +52,18 @@ class Objectives:
     ablations: int | None = None  # number of batches for ablation, all by default
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedLayer:
+    """Weights of a layer's heads, the moments of their outputs, and a root of the metric of errors in its output.
+
+    An error e costs |e root|²; the root is None if all errors cost the same.
+    """
+
+    heads: HeadWeights
+    moments: OutputMoments
+    root: Tensor | None
+
+
 class Evidence:
     """Measurements of a model that select heads and compensate for them; a pass over the text is made on first use.
 
@@ -78,7 +90,7 @@ class Evidence:
         self.journal = Journal() if journal is None else journal
         self.recorded: list[CachedBlocks] = []  # with the gradients: the last block's output on each batch
         self._progress = progress
-        self._roots: dict[str, Tensor] = {}
+        self._weighted: dict[Weighting, dict[str, WeightedLayer]] = {}
         self._regressions: dict[str, OutputRegression] = {}
 
     @cached_property
@@ -92,24 +104,27 @@ class Evidence:
             by_layer = gradient_statistics(self.model, self._read(), self._slope)
         return {path: statistics.to_tensors() for path, statistics in by_layer.items()}
 
-    def moments_for(self, weighting: Weighting = "token") -> dict[str, OutputMoments]:
-        """Return the moments over which errors are measured and compensated."""
-        if weighting != "token":
-            return self.moments
-        return {path: x.moments for path, x in self.gradient_statistics.items()}
-
-    def root(self, path: str, weighting: Weighting = "token") -> Tensor | None:
-        """Return a root of a layer's error metric, as `pruning_order` takes it; None for the identity."""
+    def weighted(self, weighting: Weighting = "token") -> dict[str, WeightedLayer]:
+        """Return each layer with the moments and the metric by which errors of its output are weighted."""
         if weighting not in WEIGHTINGS:
             raise OptionError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
+        if weighting not in self._weighted:
+            if weighting == "token":
+                moments = {path: x.moments for path, x in self.gradient_statistics.items()}
+            else:
+                moments = self.moments
+            self._weighted[weighting] = {
+                path: WeightedLayer(self.heads[path], x, self._root(path, weighting)) for path, x in moments.items()
+            }
+        return self._weighted[weighting]
+
+    def _root(self, path: str, weighting: Weighting) -> Tensor | None:
         if weighting == "none":
             return None
         sensitivity = self.gradient_statistics[path].sensitivity
         if weighting == "layer":
             return torch.eye(len(sensitivity.products), dtype=torch.float64) * sensitivity.weight**0.5
-        if path not in self._roots:
-            self._roots[path] = sensitivity.root()
-        return self._roots[path]
+        return sensitivity.root()
 
     def compensated(self, removed: Mapping[str, Sequence[int]]) -> dict[str, OutputProjection]:
         """Return W_O of layers without these heads, by least squares over the weighted moments."""

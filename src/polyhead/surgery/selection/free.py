@@ -75,7 +75,8 @@ class FreeSelection:
 
 def _orders_of_kv_heads(evidence: Evidence) -> Orders:
     """Return the order of each layer's KV heads by the error without all their readers, after compensation."""
+    layers = evidence.weighted()
     return {
-        path: pruning_order(evidence.moments_for()[path], heads, root=evidence.root(path), together=heads.readers)
+        path: pruning_order(layers[path].moments, heads, root=layers[path].root, together=heads.readers)
         for path, heads in evidence.heads.items()
     }

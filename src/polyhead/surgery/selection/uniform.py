@@ -186,9 +186,9 @@ def uniform_sets(
     evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting = "token"
 ) -> dict[str, list[RankedSet]]:
     """Return, for every layer, the sets of heads to prune for a layout, cheapest first."""
-    moments = evidence.moments_for(weighting)
+    layers = evidence.weighted(weighting)
     return {
-        path: ranked_sets(moments[path], heads, num_heads, num_kv_heads, root=evidence.root(path, weighting))
+        path: ranked_sets(layers[path].moments, heads, num_heads, num_kv_heads, root=layers[path].root)
         for path, heads in evidence.heads.items()
     }
 
