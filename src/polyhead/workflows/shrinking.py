@@ -176,6 +176,7 @@ def shrink(
             selection = FreeSelection(evidence, criterion=criterion, by_kv_heads=goal.kind == "cache")
         removed = {} if measured else selection.for_target(goal)  # raises before the curve is measured
 
+        # The options: a curve, a target in measured time, a search.
         choices = choices_of(selection) if curve else []
         _report_resumed(journal, choices, progress)
         points, gain = [], None
