@@ -41,11 +41,10 @@ from polyhead.surgery import (
     read_heads,
 )
 from polyhead.surgery.adapters.head_weights import pack_heads
-from polyhead.surgery.calibration.input_moments import collect_inputs
+from polyhead.surgery.calibration.layer_moments import collect_inputs, collect_targets
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.calibration.streams import Piece, Streams, swapped_parameters
 from polyhead.surgery.compensation.least_squares import OutputRegression
-from polyhead.surgery.compensation.targets import collect_targets
 
 RIDGE = 1e-3
 PAIRS = 3
@@ -220,10 +219,8 @@ class Trial:
                 held[name][to] = getattr(made, name)[of]
         spread = replace(self.heads, **held)
         swapped = pack_heads(self.model, self.layer, spread)
-        problems = (
-            collect_targets(self.model, self.layer, text, swapped).regression(spread, RIDGE, self.layer.path)
-            for text in (self.calibration, self.held_out)
-        )
+        moments = [collect_targets(self.model, self.layer, text, swapped) for text in (self.calibration, self.held_out)]
+        problems = (OutputRegression.of(x.outputs, spread, RIDGE, self.layer.path, target=x.target) for x in moments)
         return self._solved(spread, kept, *problems)
 
     def _without(self, gone: Sequence[int]) -> list[int]:

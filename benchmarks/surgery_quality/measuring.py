@@ -107,8 +107,8 @@ class Bench:
         return orders_by(criterion, self.evidence, weighting=weighting, seed=seed)
 
     def _problem(self, path: str, ridge: float, weighting: Weighting) -> OutputRegression:
-        moments = self.evidence.moments_for(weighting)
-        return OutputRegression.of(moments[path], self.evidence.heads[path], ridge, path)
+        layer = self.evidence.weighted(weighting)[path]
+        return OutputRegression.of(layer.moments, layer.heads, ridge, path)
 
     def _measured(self, criterion: str, weighting: Weighting, seed: int) -> dict[str, PruningOrder]:
         orders = self._orders(criterion, weighting, seed)

@@ -19,8 +19,9 @@ import polyhead
 from polyhead.cli import app
 from polyhead.surgery import find_layers, fingerprint, load_record
 from polyhead.workflows import model_loading
-from polyhead.workflows.calibration_text import CalibrationText
+from polyhead.workflows.calibration_text import CalibrationText, model_inputs
 from polyhead.workflows.compensating import DISTILLED, NOT_COMPENSATED
+from polyhead.workflows.evaluating import measure_original
 from polyhead.workflows.model_loading import load_model
 from tests.forked import Bystander
 from tests.inspection.small_models import broken_folder, model_folder, text_folder
@@ -220,7 +221,7 @@ def test_forms_that_cannot_be_are_refused_by_the_config_alone(place, tmp_path, m
 def test_text_is_read_or_held_out_and_never_both(place):
     loaded = load_model(place / "bert", dtype="saved")
     text = CalibrationText.of(loaded, place / "text", context=40, tokens=10_000)
-    read = [row.tolist() for batch in text.batches() for row in batch["input_ids"]]
+    read = [row.tolist() for batch in model_inputs(loaded, text.calibrating) for row in batch["input_ids"]]
     count, split = len(text.text.contexts), (text.calibrating, text.selecting, text.held_out)
     assert sum(map(len, split)) == count
     assert len(text.held_out) == pytest.approx(count / 4, abs=1.5)
@@ -229,7 +230,7 @@ def test_text_is_read_or_held_out_and_never_both(place):
     for context in text.text.contexts:
         padded = [row for row in read if row[: len(context.ids)] == context.ids]
         assert len(padded) == (context in text.calibrating)
-    judged = text.quality()
+    judged = measure_original(text).held_out
     real = [int(row.sum()) for batch in judged.batches for row in batch["attention_mask"]]
     assert sorted(real) == sorted(len(context.ids) for context in text.held_out)
     assert judged.measure().value == pytest.approx(1, abs=1e-6)
@@ -259,8 +260,9 @@ def test_another_text_is_held_out_and_compared_with_that_which_calibrates(place,
     assert {tuple(set(x.ids)) for x in text.held_out} == {tuple(set(text.held_out[0].ids))}  # of one word
     assert not set(map(id, text.held_out)) & set(map(id, (*text.calibrating, *text.selecting)))
     assert len(text.calibrating) + len(text.selecting) == len(text.text.contexts)
+    original = measure_original(text)
     assert [float(x) for x in found.groups()] == pytest.approx(
-        [text.quality().original, text.original_on_calibration()], rel=1e-3
+        [original.held_out.original, original.calibration], rel=1e-3
     )
     shown = invoke("prune", place / "llama", *options, "--test-text", place / "text", "-o", tmp_path / "two").stdout
     assert "The texts differ" not in shown

@@ -23,8 +23,10 @@ from polyhead.cli.line_plot import line_plot
 from polyhead.cli.shrink_curve import show_curve
 from polyhead.surgery import find_layers
 from polyhead.surgery.selection.budgets import Size
-from polyhead.surgery.selection.quality import Measurement
-from polyhead.surgery.selection.shrinker import CurvePoint, SearchResult, Shrinker
+from polyhead.surgery.selection.curve import CurvePoint
+from polyhead.surgery.selection.quality import Fidelity, Measurement
+from polyhead.surgery.selection.search import SearchResult
+from polyhead.workflows import shrinking
 from tests.inspection.small_models import model_folder, text_folder
 
 
@@ -158,19 +160,20 @@ def test_heads_are_moved_between_layers_by_what_is_measured(place, tmp_path, mon
 
     seen = {}  # what is found and what it is worth are the test's own from here on
 
-    def searched(shrinker, target, quality, *, progress):
+    def search_heads(selection, target, quality, *, progress):
         seen["rows"] = sum(len(batch["input_ids"]) for batch in quality.batches)
-        first = shrinker.meet_target(target)
-        other = min(shrinker.evidence.layers, key=lambda path: len(first.get(path, ())))
+        first = selection.for_target(target)
+        other = min(selection.evidence.layers, key=lambda path: len(first.get(path, ())))
         gone = {other: (0, 1)}
         return SearchResult(gone, first, 0.1, 0.2, 50)
 
-    monkeypatch.setattr(Shrinker, "searched", searched)
+    monkeypatch.setattr(shrinking, "search_heads", search_heads)
     # Of each run: before and after the search.
     measured = iter([Measurement(x, 0) for x in (0.8, 0.9, 0.9, 0.8)])
-    monkeypatch.setattr(Shrinker, "curve", lambda self, *x, **y: [])
-    monkeypatch.setattr("polyhead.cli.shrink.show_curve", lambda *x: None)
-    monkeypatch.setattr(Shrinker, "measure", lambda self, projections, quality: next(measured))
+    measure = Fidelity.measure
+    monkeypatch.setattr(
+        Fidelity, "measure", lambda self, x: next(measured) if self.role == "searched" else measure(self, x)
+    )
     shown = invoke("shrink", place / "bert", *options, "--search", "--preview").stdout
     gained = "on the text that selects the compensation fidelity 0.9 instead of 0.8, original model 1"
     assert re.search(rf"Search, 50 measurements: [12] heads? moved between layers; {gained}", shown)

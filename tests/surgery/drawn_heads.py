@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polyhead.layers import MultiHeadAttention
 from polyhead.surgery import HeadWeights, KeyTransform, find_layers, read_heads
-from polyhead.surgery.calibration.input_moments import InputMoments
+from polyhead.surgery.calibration.layer_moments import InputMoments
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.kv_sharing.symmetries import blocks
 

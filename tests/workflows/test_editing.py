@@ -69,6 +69,17 @@ def test_a_model_in_memory_is_pruned_in_place_as_the_folder_is(place, tmp_path):
     assert fingerprint(model) == before
 
 
+@pytest.mark.parametrize("criterion", ["redundancy", "ablation"])
+def test_progress_never_counts_beyond_its_total(place, criterion):
+    """The heads are selected and compensated for in two passes over the text, each of which is reported."""
+    seen, options = [], {"text": documents(place), "tokenizer": tokenizer(), "context": 16, "tokens": 400}
+    polyhead.prune(
+        in_memory(place / "llama"), share=0.4, criterion=criterion, form="uneven", progress=seen.append, **options
+    )
+    assert {x.step for x in seen} == {"Read the text to choose heads", "Distil the output projections"}
+    assert all(x.total is None or x.done <= x.total for x in seen)
+
+
 def test_a_preview_changes_nothing_and_cannot_be_saved(place, tmp_path):
     model = in_memory(place / "llama")
     before = fingerprint(model)

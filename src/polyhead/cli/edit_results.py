@@ -93,7 +93,7 @@ def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
 
 def show_quality(edited: EditedModel, console: Console) -> None:
     """Print the quality on held-out text, if there was a text, and warnings about that text."""
-    from polyhead.workflows.calibration_text import FEW_GROUPS, MAX_PERPLEXITY_RATIO
+    from polyhead.workflows.evaluating import FEW_GROUPS, MAX_PERPLEXITY_RATIO
 
     if not edited.contexts:
         return

@@ -286,7 +286,7 @@ def show(found: Inspection, console: Console, *, table: bool = False) -> None:
     from polyhead.inspection.identity import edits_of
     from polyhead.inspection.vocabulary import column_of
     from polyhead.inspection.wording import loss_in_words
-    from polyhead.workflows.calibration_text import FEW
+    from polyhead.workflows.evaluating import FEW
 
     facts = found.facts
     console.print(

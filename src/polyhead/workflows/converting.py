@@ -10,12 +10,13 @@ from polyhead.progress import ProgressCallback, Step, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.sources.texts import TOKENS
 from polyhead.surgery.edits.head_edits import HeadEdit
-from polyhead.surgery.edits.native_form import check_form_after
+from polyhead.surgery.edits.preview import check_edits
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.kv_sharing.conversion import convert_groups, layers_to_convert, share_neighbours
 from polyhead.surgery.options import Form, Grouping, check_conversion, check_form
-from polyhead.workflows.calibration_text import CalibrationText
+from polyhead.workflows.calibration_text import CalibrationText, model_inputs
 from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
+from polyhead.workflows.evaluating import evaluate, measure_original
 from polyhead.workflows.model_loading import Model, as_loaded
 
 
@@ -71,10 +72,9 @@ def convert(
         """Return edits of the same shapes; the groups may be others."""
         return tuple(share_neighbours(layer, kv_heads) for layer in layers_to_convert(network, kv_heads, stack))
 
-    def check(network: nn.Module) -> None:
-        check_form_after(network, edits_of(network), form)
-
-    loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
+    loaded = as_loaded(
+        model, tokenizer, dtype="saved", check=lambda network: check_edits(network, edits_of(network), form)
+    )
     edits = edits_of(loaded.model)
     counted = count(loaded.model, edits)
     if preview:
@@ -83,12 +83,12 @@ def convert(
     attention = AttentionSwitch(loaded.model)
     attention.to_polyhead()
     try:
-        quality = calibration.quality()
+        original = measure_original(calibration)
         step = Step(progress, "Merge KV heads, layer by layer", len(edits), "layers")
         record = convert_groups(
             loaded.model,
             kv_heads,
-            calibration.batches,
+            lambda: model_inputs(loaded, calibration.calibrating),
             stack=stack,
             grouping=grouping,
             rounds=rounds,
@@ -104,5 +104,5 @@ def convert(
         form=form,
         record=record,
         attention=attention,
-        **calibration.evaluated(quality),
+        **vars(evaluate(calibration, original)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,8 @@ from polyhead.errors import CheckpointError, OptionError
 from polyhead.integrations.huggingface import NAME, register, set_attention
 from polyhead.sources.models import IN_MEMORY, LoadedModel
 from polyhead.surgery.adapters.discovery import has_key_maps, head_origins
-from polyhead.surgery.edits.applying import undo
+from polyhead.surgery.compensation.least_squares import OutputProjection, PrecomputedProjections
+from polyhead.surgery.edits.applying import apply, undo
 from polyhead.surgery.edits.head_edits import HeadEdit
 from polyhead.surgery.edits.preview import Preview
 from polyhead.surgery.edits.records import EditRecord, join_records
@@ -44,16 +46,25 @@ class AttentionSwitch:
         """Switch the model to polyhead's attention."""
         set_attention(self._model, register())
 
-    def to_polyhead_if_uneven(self) -> None:
-        """Switch the model to polyhead's attention if an edit made groups of query heads that no other supports."""
-        if has_key_maps(self._model):
-            self.to_polyhead()
-
     def restore(self) -> None:
         """Restore the implementations, except those that the user has changed since the switch."""
         for config, implementation in self._before:
             if config._attn_implementation_internal == NAME:
                 config._attn_implementation_internal = implementation
+
+
+def apply_edits(
+    model: nn.Module, edits: Sequence[HeadEdit], projections: Mapping[str, OutputProjection] | None = None
+) -> tuple[EditRecord, AttentionSwitch]:
+    """Apply edits to a model with compensated output projections, if any, and switch its attention if necessary.
+
+    Returns the record and the switch that revert this.
+    """
+    attention = AttentionSwitch(model)
+    record = apply(model, edits, compensation=None if projections is None else PrecomputedProjections(projections))
+    if has_key_maps(model):  # groups of query heads that no other attention supports
+        attention.to_polyhead()
+    return record, attention
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

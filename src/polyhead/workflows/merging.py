@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
-
 from polyhead.geometry import HeadId, parse_head_groups
-from polyhead.surgery.edits.applying import apply
 from polyhead.surgery.edits.head_edits import MergeHeads
-from polyhead.surgery.edits.native_form import check_form_after
+from polyhead.surgery.edits.preview import check_edits
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, check_form
-from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
+from polyhead.workflows.edited_model import EditedModel, apply_edits
 from polyhead.workflows.model_loading import Model, as_loaded
 
 Groups = str | Iterable[Sequence[HeadId | tuple[int, int]]]
@@ -50,18 +47,11 @@ def merge(
     """
     check_form(form)
     edits = merge_edits(heads, stack)
-
-    def check(network: nn.Module) -> None:
-        count(network, edits)  # raises on invalid heads
-        check_form_after(network, edits, form)
-
-    loaded = as_loaded(model, dtype="saved", check=check)
+    loaded = as_loaded(model, dtype="saved", check=lambda network: check_edits(network, edits, form))
     counted = count(loaded.model, edits)
     if preview:
         return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
-    attention = AttentionSwitch(loaded.model)
-    record = apply(loaded.model, edits)
-    attention.to_polyhead_if_uneven()
+    record, attention = apply_edits(loaded.model, edits)
     return EditedModel(
         loaded=loaded, edits=tuple(edits), preview=counted, form=form, record=record, attention=attention
     )

@@ -9,24 +9,23 @@ from torch import nn
 
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, parse_heads
-from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.progress import ProgressCallback, ignore_progress
 from polyhead.sources.text_contexts import Text
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.compensation.least_squares import PrecomputedProjections, unchanged_projections
-from polyhead.surgery.edits.applying import apply, edits_by_layer
+from polyhead.surgery.compensation.least_squares import unchanged_projections
+from polyhead.surgery.edits.applying import edits_by_layer
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.edits.native_form import check_form_after
+from polyhead.surgery.edits.preview import check_edits
 from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, Target, check_selection
-from polyhead.surgery.selection.budgets import prune_edits
+from polyhead.surgery.selection.budgets import RemovedHeads, prune_edits
 from polyhead.surgery.selection.criteria import choose_heads, orders_by
 from polyhead.surgery.selection.evidence import Evidence, editable_layers
-from polyhead.surgery.selection.pruned_model import PrunedModel
-from polyhead.surgery.selection.shrinker import RemovedHeads
-from polyhead.surgery.selection.uniform import UniformLayout, UniformShrinker, heads_for_target, uniform_layouts
-from polyhead.workflows.calibration_text import CalibrationText, quality_type
-from polyhead.workflows.compensating import compensate as compensated
-from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
+from polyhead.surgery.selection.uniform import UniformSelection, heads_for_target
+from polyhead.workflows.calibration_text import CalibrationText, collect_evidence
+from polyhead.workflows.compensating import compensate as compensate_heads
+from polyhead.workflows.edited_model import EditedModel, apply_edits
+from polyhead.workflows.evaluating import evaluate, measure_original
 from polyhead.workflows.model_loading import Model, as_loaded
 
 
@@ -104,65 +103,62 @@ def prune(
         raise OptionError(f"share must be between 0 and 1, got {share}")
     check_selection(form, criterion, by_name=share is None, seed=seed)
     requested = None if heads is None else head_edits(heads, stack)
-    some_heads: RemovedHeads = {}  # that leave the uniform layout of the share
+    target = None if share is None else Target("heads", share)
 
     def check(network: nn.Module) -> None:
-        nonlocal some_heads
-        if share is None:
-            assert requested is not None
-            count(network, requested)  # raises on invalid heads
-            check_form_after(network, requested, form)
-        elif form == "uniform":
-            some_heads = heads_for_target(network, Target("heads", share), stack, option="--share")
+        if requested is not None:
+            check_edits(network, requested, form)
+        elif target is not None and form == "uniform":
+            heads_for_target(network, target, stack, option="--share")
 
     loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
-    if preview and len(some_heads):
+    if preview and target is not None and form == "uniform":
+        some_heads = heads_for_target(loaded.model, target, stack, option="--share")
         counted = count(loaded.model, prune_edits(editable_layers(loaded.model), some_heads))
         return EditedModel(loaded=loaded, edits=(), preview=counted, form=form)
-    layouts = None
-    if requested is None and form == "uniform":
-        progress(Progress("List the layouts that the model class supports"))
-        layouts = tuple(uniform_layouts(loaded.model, stack))
-    calibration, evidence = None, None
+    parts = evidence = None
     if share is not None or (not preview and (compensate or text is not None or test_text is not None)):
         if loaded.tokenizer is None:
             raise OptionError(
                 f"calibration needs a model that reads text and its tokenizer, got {loaded.name} without one; pass "
                 "the heads to remove, and skip compensation (compensate=False, --no-compensate)"
             )
-        calibration = CalibrationText.of(
+        parts = CalibrationText.of(
             loaded, text, field=field, context=context, tokens=tokens, test_text=test_text, selects=compensate
         )
-        evidence = calibration.evidence(progress, stack=stack)
-    if share is not None:
-        assert evidence is not None
-        edits = select_heads(evidence, share, criterion=criterion, layouts=layouts, seed=seed)
-    else:
-        assert requested is not None
+        evidence = collect_evidence(parts, progress, stack=stack)
+    if requested is not None:
         edits = requested
+    else:
+        assert evidence is not None and target is not None
+        if form == "uniform":
+            removed = UniformSelection(evidence, progress).for_target(target)
+        else:
+            removed = select_heads(evidence, target.amount, criterion=criterion, seed=seed)
+        edits = prune_edits(evidence.layers, removed)
     counted = count(loaded.model, edits)
+    edited: dict[str, Any] = {"loaded": loaded, "edits": tuple(edits), "preview": counted, "form": form}
     if preview:
-        return EditedModel(loaded=loaded, edits=tuple(edits), preview=counted, form=form)
-    quality = None if calibration is None else calibration.quality()
-    attention, fields = AttentionSwitch(loaded.model), dict[str, Any]()
-    projections = None
-    if calibration is not None:
-        fields["calibration_original"] = calibration.original_on_calibration()
+        return EditedModel(**edited)
+    if parts is None or evidence is None:
+        record, attention = apply_edits(loaded.model, edits)
+        return EditedModel(record=record, attention=attention, **edited)
+    original = measure_original(parts)
+    compensated = not_compensated = None
     if compensate:
-        assert calibration is not None and evidence is not None
-        pruned, removed = PrunedModel(evidence), _removed(loaded.model, edits)
-        if quality is not None:
+        removed = _removed(loaded.model, edits)
+        if original.held_out is not None:
             unchanged = unchanged_projections(loaded.model, evidence.layers, removed)
-            fields["not_compensated"] = pruned.measure(unchanged, quality)
-        projections, fields["compensation"] = compensated(pruned, removed, calibration, quality_type(loaded), progress)
-    record = apply(
-        loaded.model, edits, compensation=None if projections is None else PrecomputedProjections(projections)
-    )
-    attention.to_polyhead_if_uneven()
-    if calibration is not None:
-        fields |= calibration.evaluated(quality)
+            not_compensated = original.held_out.measure(unchanged)
+        compensated = compensate_heads(evidence, removed, parts, progress)
+    record, attention = apply_edits(loaded.model, edits, None if compensated is None else compensated.projections)
     return EditedModel(
-        loaded=loaded, edits=tuple(edits), preview=counted, form=form, record=record, attention=attention, **fields
+        record=record,
+        attention=attention,
+        not_compensated=not_compensated,
+        compensation="" if compensated is None else compensated.method,
+        **edited,
+        **vars(evaluate(parts, original)),
     )
 
 
@@ -188,19 +184,10 @@ def head_edits(heads: str | Iterable[str | HeadId | tuple[int, int]], stack: str
     return [PruneHeads(layer, tuple(layer_heads), stack=stack) for layer, layer_heads in sorted(by_layer.items())]
 
 
-def select_heads(
-    evidence: Evidence, share: float, *, criterion: str, layouts: Sequence[UniformLayout] | None = None, seed: int = 0
-) -> list[PruneHeads]:
-    """Select the least important heads of a share by a criterion, over all layers of the evidence.
-
-    `layouts` are those that may be left in every layer, for the uniform form; the largest without `share` is taken.
-    """
-    if layouts is not None:
-        uniform = UniformShrinker(evidence, layouts=layouts)
-        return uniform.edits(uniform.meet_target(Target("heads", share)))
+def select_heads(evidence: Evidence, share: float, *, criterion: str, seed: int = 0) -> RemovedHeads:
+    """Select the least important heads of a share by a criterion, over all layers of the evidence."""
     total = sum(heads.num_heads for heads in evidence.heads.values())
     number = round(share * total)
     if not number:
         raise OptionError(f"share must be at least one head, got {share:.1%} of {total} heads")
-    selected = choose_heads(orders_by(criterion, evidence, weighting="token", seed=seed), number)
-    return prune_edits(evidence.layers, selected)
+    return choose_heads(orders_by(criterion, evidence, weighting="token", seed=seed), number)

@@ -1,4 +1,11 @@
-"""`polyhead.shrink`: prune heads to a target size, with a curve of quality over size and two controls."""
+"""`polyhead.shrink`: prune heads to a target size, with a curve of quality over size and two controls.
+
+The steps are those of `polyhead.prune`: read a text and split it into three parts (`calibration_text`), collect the
+statistics of each layer on the calibrating part (`selection.evidence`), select heads (`selection.uniform`, or
+`selection.free` for the other forms), compensate for them (`compensating`), evaluate the model on the held-out part
+(`evaluating`), apply the edits and save (`edited_model`). Optional: the curve (`selection.curve`), a local search
+(`selection.search`) and a target in measured time (`selection.measured_speed`).
+"""
 
 from __future__ import annotations
 
@@ -6,35 +13,39 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from polyhead.errors import OptionError
 from polyhead.observation.run_folder import lock_folder
-from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
-from polyhead.sources import Context, LoadedModel
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
+from polyhead.sources import LoadedModel
 from polyhead.sources.batching import digest_of
 from polyhead.sources.fingerprint import model_digest
 from polyhead.sources.text_contexts import Text
-from polyhead.surgery.compensation.least_squares import PrecomputedProjections, swapped_projections
-from polyhead.surgery.edits.applying import apply
+from polyhead.surgery.edits.preview import preview as count
 from polyhead.surgery.options import Form, Target, check_shrinking
-from polyhead.surgery.selection.budgets import Size, check_target
+from polyhead.surgery.selection.budgets import COUNTED_CALL, RemovedHeads, Size, check_target, prune_edits
 from polyhead.surgery.selection.criteria import WEIGHTED
+from polyhead.surgery.selection.curve import Choice, CurvePoint, choices_of, measure_curve
+from polyhead.surgery.selection.free import FreeSelection
 from polyhead.surgery.selection.journal import Journal
-from polyhead.surgery.selection.quality import Measurement, Quality
-from polyhead.surgery.selection.shrinker import BaseShrinker, CurvePoint, RemovedHeads, Shrinker
-from polyhead.surgery.selection.uniform import UniformShrinker, heads_for_target, uniform_layouts
+from polyhead.surgery.selection.measured_speed import heads_for_measured_target
+from polyhead.surgery.selection.quality import Measurement
+from polyhead.surgery.selection.search import search_heads
+from polyhead.surgery.selection.uniform import UniformSelection, heads_for_target, uniform_layouts
 from polyhead.version import VERSION
 from polyhead.workflows.calibration_text import (
     MIN_GROUPS,
     SEARCHED_TOKENS,
     CalibrationText,
+    collect_evidence,
     model_inputs,
-    quality_type,
 )
 from polyhead.workflows.compensating import compensate
-from polyhead.workflows.edited_model import AttentionSwitch, EditedModel
+from polyhead.workflows.edited_model import EditedModel, apply_edits
+from polyhead.workflows.evaluating import evaluate, measure_original
 from polyhead.workflows.model_loading import Model, as_loaded
 
 SEARCH_CONTEXTS = 16  # a search evaluates the model some hundred times
@@ -145,96 +156,43 @@ def shrink(
     check_shrinking(
         goal, has_text=text is not None, metric=metric, criterion=criterion, form=form, measured=measured, search=search
     )
-    folder = None if resume is None else Path(resume)
-    with nullcontext() if folder is None else lock_folder(folder):
-
-        def check(network: Any) -> None:
-            if network.config.is_encoder_decoder:
-                raise OptionError(
-                    f"shrink measures causal models and encoders, got a {type(network).__name__}, an encoder-decoder; "
-                    "use prune, which edits it without a measurement"
-                )
-            if form == "uniform" and measured:
-                next(uniform_layouts(network))  # raises if there is none
-            elif form == "uniform":
-                heads_for_target(network, goal, option="--target")
-            elif not measured:
-                check_target(goal, network)
-
+    with nullcontext() if resume is None else lock_folder(Path(resume)):
+        check = partial(_check_model, target=goal, form=form, measured=measured)
         loaded = as_loaded(model, tokenizer, dtype="saved", check=check)
-        layouts = None
-        if form == "uniform":
-            progress(Progress("List the layouts that the model class supports"))
-            layouts = tuple(uniform_layouts(loaded.model))
-        calibrated = CalibrationText.of(
-            loaded,
-            text,
-            field=field,
-            context=context,
-            tokens=SEARCHED_TOKENS if search and tokens is None else tokens,
-            test_text=test_text,
-            purpose="shrinking",
+        tokens = SEARCHED_TOKENS if search and tokens is None else tokens
+        parts = _read_text(
+            loaded, text, field=field, context=context, tokens=tokens, test_text=test_text, metric=metric
         )
-        if not calibrated.held_out or not calibrated.selecting:
-            raise OptionError(
-                f"the text must have at least {MIN_GROUPS} documents or contexts, to be split into three parts, got "
-                f"{len(calibrated.text.contexts)} contexts; use more text, or shorter contexts"
-            )
-        kind = quality_type(loaded, metric)
-        name = kind.name
-        # The other two forms are of the same heads, and a run in one may be resumed in the other.
-        equal = "uniform" if form == "uniform" else None
-        options = {"target": str(goal), "criterion": criterion, "form": equal, "measured": measured, "search": search}
-        if criterion not in WEIGHTED:  # earlier runs with such a criterion compensated otherwise
-            options["weighting"] = "token"
-        if not curve:  # its measurements come before that of the result
-            options["curve"] = False
-        journal = _journal(folder, loaded, calibrated, name, options)
-        progress(Progress(f"Measure the {name} of the original model"))
-        report = calibrated.quality(kind, journal=journal, role="report")
-        assert report is not None
-        calibration_original = calibrated.original_on_calibration(kind)
+        options = {"target": str(goal), "criterion": criterion, "form": form, "measured": measured, "search": search}
+        journal = _open_journal(resume, parts, {**options, "curve": curve})
+        evidence = collect_evidence(parts, progress, journal=journal)
+        progress(Progress(f"Measure the {parts.kind.name} of the original model"))
+        original = measure_original(parts, journal)
 
-        def quality_on(role: str, contexts: Sequence[Context]) -> Quality:
-            return kind(loaded.model, list(model_inputs(loaded, contexts)), journal=journal, role=role)
-
-        evidence = calibrated.evidence(progress, journal=journal)
-        shrinker: BaseShrinker
-        if layouts is not None:
-            shrinker = UniformShrinker(evidence, layouts=layouts)
+        selection: UniformSelection | FreeSelection
+        if form == "uniform":
+            selection = UniformSelection(evidence, progress)
         else:
-            shrinker = Shrinker(evidence, criterion=criterion, by_kv_heads=goal.kind == "cache")
-        removed = {} if measured else shrinker.meet_target(goal)  # raises before the curve is measured
+            selection = FreeSelection(evidence, criterion=criterion, by_kv_heads=goal.kind == "cache")
+        removed = {} if measured else selection.for_target(goal)  # raises before the curve is measured
 
-        choices = shrinker.choices() if curve else []
-        total = sum(x.measurements for x in choices)
-        if journal.resumed:
-            progress(Progress(_stored(journal, total)))
-        points: Sequence[CurvePoint] = ()
+        # The options: a curve, a target in measured time, a search.
+        choices = choices_of(selection) if curve else []
+        _report_resumed(journal, choices, progress)
+        points, gain = [], None
         if curve:
-            step = Step(progress, f"Measure the {name} at every size", total, "runs")
-            points = shrinker.curve(report, choices, progress=step.advance)
+            assert original.held_out is not None
+            points = measure_curve(selection, choices, original.held_out, progress=progress)
         if measured:
-            stages = shrinker.stages()
-            step = Step(progress, "Time the model with fewer and fewer heads", len(stages), "runs")
-            removed = shrinker.meet_measured_target(
-                stages, goal, list(calibrated.batches()), journal, progress=step.advance
-            )
-        gain = None
+            removed = heads_for_measured_target(selection, goal, progress=progress)
         if search:
-            selecting = calibrated.selecting
-            few = quality_on("search", selecting[:: -(-len(selecting) // SEARCH_CONTEXTS)])
-            removed, gain = _search(shrinker, goal, few, quality_on("searched", selecting), progress)
-        projections, compensation = compensate(shrinker, removed, calibrated, kind, progress, journal=journal)
-        with swapped_projections(loaded.model, evidence.layers, projections):
-            evaluation = calibrated.evaluated(report)
+            removed, gain = _search(selection, goal, parts, progress)
 
-        edits = shrinker.edits(removed)
-        counted, size = shrinker.preview(removed), shrinker.size(removed)
-        attention, record = AttentionSwitch(loaded.model), None
-        if not preview:
-            record = apply(loaded.model, edits, compensation=PrecomputedProjections(projections))
-            attention.to_polyhead_if_uneven()
+        compensated = compensate(evidence, removed, parts, progress)
+        evaluation = evaluate(parts, original, compensated.projections)
+        edits = prune_edits(evidence.layers, removed)
+        counted, size = count(loaded.model, edits), selection.size(removed)
+        record, attention = (None, None) if preview else apply_edits(loaded.model, edits, compensated.projections)
         return ShrunkModel(
             loaded=loaded,
             edits=tuple(edits),
@@ -244,57 +202,104 @@ def shrink(
             attention=attention,
             target=goal,
             measured=measured,
-            tokens=calibrated.text.tokens,
+            tokens=parts.text.tokens,
             removed=removed,
-            summary=shrinker.summary(removed),
-            metric_description=report.words,
+            summary=selection.summary(removed),
+            metric_description=parts.kind.words,
             size=size,
-            flops_tokens=shrinker.work.queries,
+            flops_tokens=COUNTED_CALL.queries,
+            compensation=compensated.method,
             curve=tuple(points),
-            compensation=compensation,
             search=gain,
-            calibration_original=calibration_original,
-            **evaluation,
+            **vars(evaluation),
         )
 
 
-def _journal(
-    folder: Path | None, loaded: LoadedModel, text: CalibrationText, metric: str, options: Mapping[str, Any]
-) -> Journal:
+def _check_model(network: Any, *, target: Target, form: Form, measured: bool) -> None:
+    """Raise if the model cannot be shrunk to the target in this form, by the shapes of its weights."""
+    if network.config.is_encoder_decoder:
+        raise OptionError(
+            f"shrink measures causal models and encoders, got a {type(network).__name__}, an encoder-decoder; "
+            "use prune, which edits it without a measurement"
+        )
+    if form == "uniform" and measured:
+        next(uniform_layouts(network))  # raises if there is none
+    elif form == "uniform":
+        heads_for_target(network, target, option="--target")
+    elif not measured:
+        check_target(target, network)
+
+
+def _read_text(loaded: LoadedModel, text: Text, **options: Any) -> CalibrationText:
+    """Read a text and split it; raise if it is too short."""
+    parts = CalibrationText.of(loaded, text, purpose="shrinking", **options)
+    if not parts.held_out or not parts.selecting:
+        raise OptionError(
+            f"the text must have at least {MIN_GROUPS} documents or contexts, to be split into three parts, got "
+            f"{len(parts.text.contexts)} contexts; use more text, or shorter contexts"
+        )
+    return parts
+
+
+def _open_journal(folder: str | os.PathLike[str] | None, parts: CalibrationText, options: Mapping[str, Any]) -> Journal:
+    """Return the journal of a run in a folder, which is continued with the same model, text and options alone."""
     if folder is None:
         return Journal()
-    device = str(next(loaded.model.parameters()).device)
-    digest = digest_of((*text.text.contexts, *text.held_out))
-    origin = {"model": model_digest(loaded.model), "text": digest, "metric": metric, "device": device}
-    return Journal(folder, {**origin, **options, "polyhead": VERSION})
+    model = parts.loaded.model
+    origin = {
+        "model": model_digest(model),
+        "text": digest_of((*parts.text.contexts, *parts.held_out)),
+        "metric": parts.kind.name,
+        "device": str(next(model.parameters()).device),
+        **options,
+    }
+    if options["form"] != "uniform":  # the other two are of the same heads: a run in one may be resumed in the other
+        origin["form"] = None
+    if options["criterion"] not in WEIGHTED:  # earlier runs with such a criterion compensated otherwise
+        origin["weighting"] = "token"
+    if options["curve"]:  # its measurements come before that of the result; earlier runs always had one
+        del origin["curve"]
+    return Journal(Path(folder), {**origin, "polyhead": VERSION})
 
 
 _OPTIONAL_STEPS = {"times faster": "timings", "search loss": "measurements of the search"}
 
 
-def _stored(journal: Journal, curve: int) -> str:
-    """Describe what a resumed run has stored of a curve of so many measurements, and of the steps after it."""
+def _report_resumed(journal: Journal, choices: Sequence[Choice], progress: ProgressCallback) -> None:
+    """Report what a resumed run has stored of the curve and of the steps after it."""
+    if not journal.resumed:
+        return
+    total = sum(choice.measurements for choice in choices)
+    measured = f"{min(journal.stored('report measure'), total)} of {total} measurements of the curve"
     steps = [
         "the statistics of the text",
-        *([f"{min(journal.stored('report measure'), curve)} of {curve} measurements of the curve"] if curve else ()),
+        *([measured] if total else ()),
         *(f"{count} {words}" for name, words in _OPTIONAL_STEPS.items() if (count := journal.stored(name))),
         *(["the distilled output projections"] if journal.stored("distilled") else ()),
     ]
-    return f"Resume: stored are {', '.join(steps)}"
+    progress(Progress(f"Resume: stored are {', '.join(steps)}"))
 
 
 def _search(
-    shrinker: BaseShrinker, target: Target, few: Quality, quality: Quality, progress: ProgressCallback
+    selection: UniformSelection | FreeSelection,
+    target: Target,
+    parts: CalibrationText,
+    progress: ProgressCallback,
 ) -> tuple[RemovedHeads, SearchGain]:
-    """Search by the quality on a few contexts; keep the result only if it is better on the whole part."""
-    total = shrinker.search_measurements()
-    step = Step(progress, f"Search heads, up to {total:,} measurements of the {few.name}", total, "runs")
-    found = shrinker.searched(target, few, progress=step.advance)
-    if not found.moved:
-        return found.first, SearchGain(found.measured, 0, shrinker.search_action, quality.original)
-    before, after = (
-        shrinker.measure(shrinker.compensated(removed), quality).value for removed in (found.first, found.removed)
+    """Search by the quality on a few contexts; keep the result only if it is better on the whole selecting part."""
+    evidence, loaded = selection.evidence, parts.loaded
+    few, quality = (
+        parts.kind(loaded.model, list(model_inputs(loaded, contexts)), journal=evidence.journal, role=role)
+        for role, contexts in (
+            ("search", parts.selecting[:: -(-len(parts.selecting) // SEARCH_CONTEXTS)]),
+            ("searched", parts.selecting),
+        )
     )
+    found = search_heads(selection, target, few, progress=progress)
+    action = "exchanged within layers" if isinstance(selection, UniformSelection) else "moved between layers"
+    if not found.moved:
+        return found.first, SearchGain(found.measured, 0, action, quality.original)
+    before, after = (quality.measure(evidence.compensated(removed)).value for removed in (found.first, found.removed))
     used = after > before if quality.name == "fidelity" else after < before
-    gain = SearchGain(found.measured, found.moved, shrinker.search_action, quality.original, before, after, used)
+    gain = SearchGain(found.measured, found.moved, action, quality.original, before, after, used)
     return (found.removed if used else found.first), gain

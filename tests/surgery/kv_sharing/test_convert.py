@@ -22,7 +22,7 @@ from polyhead.surgery import (
     fingerprint,
     undo,
 )
-from polyhead.surgery.calibration.input_moments import collect_inputs
+from polyhead.surgery.calibration.layer_moments import collect_inputs
 from polyhead.surgery.calibration.streams import uncached_pieces
 from polyhead.surgery.kv_sharing.grouping import neighbours
 from tests.integrations.huggingface import models

@@ -26,7 +26,7 @@ from polyhead.surgery import (
     undo,
 )
 from polyhead.surgery.adapters.head_weights import pack_heads
-from polyhead.surgery.calibration.input_moments import centred
+from polyhead.surgery.calibration.layer_moments import centred
 from polyhead.surgery.edits.applying import changed
 from polyhead.surgery.kv_sharing.fused_heads import fuse
 from tests.surgery.drawn_heads import allowed_map, conditioned, heads_of, inputs_of, products, root, written

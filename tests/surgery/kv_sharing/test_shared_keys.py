@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyhead.surgery import HeadWeights, KeyTransform, ShareKeys, apply, find_layers, fingerprint, preview, share, undo
-from polyhead.surgery.calibration.input_moments import centred
+from polyhead.surgery.calibration.layer_moments import centred
 from tests.surgery.drawn_heads import heads_of, inputs_of, products, root
 from tests.surgery.gated import FAMILIES, build
 

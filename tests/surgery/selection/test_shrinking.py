@@ -9,13 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from polyhead.costs import Workload
 from polyhead.errors import OptionError
-from polyhead.surgery import fingerprint
+from polyhead.surgery import fingerprint, preview
 from polyhead.surgery.options import Target
-from polyhead.surgery.selection.budgets import Size, other_flops
+from polyhead.surgery.selection.budgets import COUNTED_CALL, Size, other_flops, prune_edits
+from polyhead.surgery.selection.curve import free_choices, measure_curve
 from polyhead.surgery.selection.evidence import Evidence, Objectives
+from polyhead.surgery.selection.free import FreeSelection
 from polyhead.surgery.selection.quality import Fidelity, Probe, language_slope
-from polyhead.surgery.selection.shrinker import Shrinker
-from tests.integrations.huggingface import models
+from polyhead.surgery.selection.search import max_measurements, search_heads
 from tests.surgery.gated import FAMILIES, batches_of_tokens, build, decoder
 
 
@@ -37,30 +38,27 @@ def test_a_budget_takes_the_fewest_heads_that_reach_it(batches):
     model = build(FAMILIES["llama"])
     model.set_attn_implementation("sdpa")
     evidence = Evidence(model, batches, Objectives(slope=language_slope))
-    shrinker = Shrinker(evidence)
+    selection = FreeSelection(evidence)
     for text in ("30%-heads", "1.1x-faster"):
         target = Target.parse(text)
-        removed = shrinker.meet_target(target)
+        removed = selection.for_target(target)
         count = sum(map(len, removed.values()))
-        assert shrinker.size(removed).reaches(target)
-        assert not shrinker.size(shrinker.removed(count - 1)).reaches(target)
+        assert selection.size(removed).reaches(target)
+        assert not selection.size(selection.removed(count - 1, selection.orders)).reaches(target)
     with pytest.raises(OptionError, match="every layer keeps at least one head, which leaves 25% of the heads"):
-        shrinker.meet_target(Target("heads", 0.9))
-    by_keys = Shrinker(evidence, by_kv_heads=True)
-    removed = by_keys.meet_target(Target("cache", 1.3))
+        selection.for_target(Target("heads", 0.9))
+    by_keys = FreeSelection(evidence, by_kv_heads=True)
+    removed = by_keys.for_target(Target("cache", 1.3))
     assert by_keys.size(removed).cache == 0.75
     assert {len(heads) for heads in removed.values()} == {2}
     with pytest.raises(OptionError, match="pruning KV heads needs the criterion compensated"):
-        Shrinker(evidence, by_kv_heads=True, criterion="plain")
+        FreeSelection(evidence, by_kv_heads=True, criterion="plain")
 
 
 def test_flops_outside_of_attention_are_those_of_its_linear_layers():
     model = build(FAMILIES["llama"])
-    shrinker_work = Shrinker(
-        Evidence(model, [{"input_ids": models.tokens()}], Objectives(slope=language_slope)), weighting="none"
-    ).work
     body = sum(p.numel() for name, p in model.named_parameters() if "mlp" in name and p.ndim == 2)
-    assert other_flops(model, shrinker_work) == 2 * 512 * (body + model.lm_head.weight.numel())
+    assert other_flops(model, COUNTED_CALL) == 2 * 512 * (body + model.lm_head.weight.numel())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "aria_text"])
@@ -82,12 +80,12 @@ def test_flops_outside_of_attention_include_the_experts_that_a_token_passes_thro
 def test_a_curve_has_its_controls(batches):
     model = build(FAMILIES["bert"])
     before = fingerprint(model)
-    shrinker = Shrinker(Evidence(model, batches, Objectives(slope=Probe())))
+    selection = FreeSelection(Evidence(model, batches, Objectives(slope=Probe())))
     told = []
-    choices = shrinker.choices(shares=(0.25, 0.26, 0.5, 0.99), seeds=(0, 1))
-    found = shrinker.curve(Fidelity(model, batches), choices, progress=told.append)
+    choices = free_choices(selection, shares=(0.25, 0.26, 0.5, 0.99), seeds=(0, 1))
+    found = measure_curve(selection, choices, Fidelity(model, batches), progress=told.append)
     assert [point.removed for point in found] == [2, 4]
-    assert sum(told) == sum(choice.measurements for choice in choices) == 8
+    assert told[-1].done == sum(choice.measurements for choice in choices) == 8
     assert all(len(point.random) == 2 for point in found)
     assert all(point.compensated.value > point.not_compensated.value for point in found)
     assert found[0].compensated.value > found[1].compensated.value
@@ -95,17 +93,17 @@ def test_a_curve_has_its_controls(batches):
 
 
 def test_sizes_are_those_that_edits_leave(batches):
-    shrinker = Shrinker(Evidence(build(FAMILIES["llama"]), batches, Objectives(slope=language_slope)))
+    selection = FreeSelection(Evidence(build(FAMILIES["llama"]), batches, Objectives(slope=language_slope)))
     for steps in (1, 4, 5, 2):
-        removed = shrinker.removed(steps)
-        counted = shrinker.preview(removed)
-        rest = other_flops(shrinker.model, shrinker.work)
-        assert shrinker.size(removed) == Size(
+        removed = selection.removed(steps, selection.orders)
+        counted = preview(selection.evidence.model, prune_edits(selection.evidence.layers, removed))
+        rest = other_flops(selection.evidence.model, COUNTED_CALL)
+        assert selection.size(removed) == Size(
             counted.after.heads / counted.before.heads,
             counted.after.cache_bytes_per_token / counted.before.cache_bytes_per_token,
             (counted.after.flops + rest) / (counted.before.flops + rest),
         )
-    assert shrinker.size({}) == shrinker.size(dict.fromkeys(removed, ())) == Size(1.0, 1.0, 1.0)
+    assert selection.size({}) == selection.size(dict.fromkeys(removed, ())) == Size(1.0, 1.0, 1.0)
 
 
 def misleading():
@@ -125,23 +123,21 @@ def misleading():
 def test_a_search_finds_where_heads_matter_less():
     model, text = misleading(), batches_of_tokens()
     before = fingerprint(model)
-    shrinker = Shrinker(
-        Evidence(model, text, Objectives(slope=language_slope)), criterion="magnitude", weighting="none"
-    )
-    first_layer, last_layer = shrinker.evidence.layers
+    selection = FreeSelection(Evidence(model, text, Objectives(slope=language_slope)), criterion="magnitude")
+    first_layer, last_layer = selection.evidence.layers
     target, quality, told = Target("heads", 0.5), Fidelity(model, text[:2]), []
-    found = shrinker.searched(target, quality, progress=told.append)
-    assert found.first == shrinker.meet_target(target)
+    found = search_heads(selection, target, quality, progress=told.append)
+    assert found.first == selection.for_target(target)
     assert {path: len(own) for path, own in found.first.items()} == {first_layer: 5, last_layer: 1}
     assert {path: len(own) for path, own in found.removed.items()} == {first_layer: 1, last_layer: 5}
     assert found.moved == 4
     assert found.loss < 0.5 * found.first_loss
-    assert 1 - shrinker.measure(shrinker.compensated(found.removed), quality).value == pytest.approx(found.loss)
-    assert 1 - shrinker.measure(shrinker.compensated(found.first), quality).value == pytest.approx(found.first_loss)
-    assert sum(told) == found.measured <= shrinker.search_measurements()
+    assert 1 - quality.measure(selection.evidence.compensated(found.removed)).value == pytest.approx(found.loss)
+    assert 1 - quality.measure(selection.evidence.compensated(found.first)).value == pytest.approx(found.first_loss)
+    assert told[-1].done == found.measured <= max_measurements(selection)
     assert fingerprint(model) == before
     # The losses that are measured say where to begin; without moves that is where it ends.
-    assert shrinker.searched(target, quality, tries=1).removed == found.removed
+    assert search_heads(selection, target, quality, tries=1).removed == found.removed
 
 
 @pytest.mark.parametrize(
@@ -151,21 +147,21 @@ def test_a_search_finds_where_heads_matter_less():
 def test_a_search_keeps_to_its_target(text, by_kv_heads):
     """The loss is the number of KV heads without a reader, so an unconstrained search would restore them."""
     model, batches = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8), batches_of_tokens()
-    shrinker = Shrinker(Evidence(model, batches, Objectives(slope=language_slope)), by_kv_heads=by_kv_heads)
+    selection = FreeSelection(Evidence(model, batches, Objectives(slope=language_slope)), by_kv_heads=by_kv_heads)
     target = Target.parse(text)
 
     class KeyHeads(Fidelity):
-        def loss(self) -> float:
+        def _loss(self) -> float:
             rows = [layer.self_attn.o_proj.weight.T.reshape(3, -1) for layer in model.model.layers]
             return float(sum((own == 0).all(1).sum() for own in rows))
 
-    found = shrinker.searched(target, KeyHeads(model, batches[:1]))
-    assert shrinker.size(found.first).reaches(target)
-    assert shrinker.size(found.removed).reaches(target)
+    found = search_heads(selection, target, KeyHeads(model, batches[:1]))
+    assert selection.size(found.first).reaches(target)
+    assert selection.size(found.removed).reaches(target)
     assert found.loss <= found.first_loss
     if target.kind == "heads":
         assert sum(map(len, found.removed.values())) == sum(map(len, found.first.values())) == 5
         assert found.loss < found.first_loss
     for path, own in found.removed.items() if by_kv_heads else ():
-        readers = shrinker.evidence.heads[path].readers
+        readers = selection.evidence.heads[path].readers
         assert set(own) == {head for group in readers if set(group) & set(own) for head in group}

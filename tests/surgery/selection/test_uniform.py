@@ -14,14 +14,18 @@ from polyhead.errors import OptionError
 from polyhead.surgery import PruneHeads, apply, find_layers, save
 from polyhead.surgery.compensation.least_squares import OutputRegression, PrecomputedProjections, swapped_projections
 from polyhead.surgery.options import Target
-from polyhead.surgery.selection import uniform
+from polyhead.surgery.selection import curve, uniform
+from polyhead.surgery.selection.budgets import prune_edits
 from polyhead.surgery.selection.criteria import pruning_order
+from polyhead.surgery.selection.curve import choices_of, measure_curve
 from polyhead.surgery.selection.evidence import Evidence, Objectives
+from polyhead.surgery.selection.measured_speed import stages
 from polyhead.surgery.selection.quality import Fidelity, language_slope
-from polyhead.surgery.selection.search import RankedSet, refined_sets
+from polyhead.surgery.selection.search import refined_sets, search_heads
 from polyhead.surgery.selection.uniform import (
+    RankedSet,
     UniformLayout,
-    UniformShrinker,
+    UniformSelection,
     fits_native,
     heads_for_target,
     ranked_sets,
@@ -88,9 +92,10 @@ def test_what_a_stock_class_holds_is_known_before_a_weight_is_touched():
         assert fits_native(model, {})
 
 
-def uniform_shrinker(**options) -> UniformShrinker:
+def uniform_selection(**options) -> UniformSelection:
     model = decoder(heads=6, kv_heads=3, hidden=48, head_dim=8, **options)
-    return UniformShrinker(Evidence(model, batches_of_tokens(), Objectives(slope=language_slope)))
+    evidence = Evidence(model, batches_of_tokens(), Objectives(slope=language_slope))
+    return UniformSelection(evidence)
 
 
 def test_layouts_are_those_that_a_stock_class_holds():
@@ -110,22 +115,22 @@ def test_layouts_are_those_that_a_stock_class_holds():
 
 
 def test_the_largest_layout_that_reaches_a_target_is_taken():
-    shrinker = uniform_shrinker()
+    selection = uniform_selection()
     for target, layout, words in (
         ("30%-heads", (4, 2), "4 of 12 heads are pruned, 4/2 heads/KV heads remain in every layer"),
         ("50%-heads", (3, 3), "6 of 12 heads are pruned, 3/3 heads/KV heads remain in every layer"),
         ("60%-heads", (2, 2), "8 of 12 heads are pruned, 2/2 heads/KV heads remain in every layer"),
         ("3x-cache", (2, 1), "8 of 12 heads are pruned, 2/1 heads/KV heads remain in every layer"),
     ):
-        removed = shrinker.meet_target(Target.parse(target))
-        assert shrinker.summary(removed) == words
-        assert shrinker.size(removed).reaches(Target.parse(target))
-        assert fits_native(shrinker.model, removed)
-        sets = uniform_sets(shrinker.evidence, *layout, "token")
+        removed = selection.for_target(Target.parse(target))
+        assert selection.summary(removed) == words
+        assert selection.size(removed).reaches(Target.parse(target))
+        assert fits_native(selection.evidence.model, removed)
+        sets = uniform_sets(selection.evidence, *layout)
         assert removed == {path: own[0].heads for path, own in sets.items()}
     with pytest.raises(OptionError, match=r"can have heads/KV heads 4/2, 3/3, 2/2, 2/1, 1/1, of which 1/1 "):
-        shrinker.meet_target(Target("cache", 4.0))
-    assert [sum(map(len, removed.values())) for removed in shrinker.stages()] == [4, 6, 8, 8, 10]
+        selection.for_target(Target("cache", 4.0))
+    assert [sum(map(len, removed.values())) for removed in stages(selection)] == [4, 6, 8, 8, 10]
 
 
 @pytest.mark.parametrize(
@@ -167,47 +172,46 @@ def test_a_layout_that_transformers_refuses_is_named_with_its_reason():
 
 
 def test_the_curve_of_layouts_has_its_controls(monkeypatch):
-    shrinker = uniform_shrinker()
-    quality = Fidelity(shrinker.model, batches_of_tokens()[:1])
-    choices = shrinker.choices(seeds=(0, 1))
+    selection = uniform_selection()
+    quality = Fidelity(selection.evidence.model, batches_of_tokens()[:1])
+    choices = choices_of(selection, seeds=(0, 1))
     for choice in choices:
         assert choice.random[0] != choice.random[1]
-        assert all(fits_native(shrinker.model, removed) for removed in (choice.removed, *choice.random))
+        assert all(fits_native(selection.evidence.model, removed) for removed in (choice.removed, *choice.random))
         assert {len(own) for removed in choice.random for own in removed.values()} == {
             len(x) for x in choice.removed.values()
         }
-    points = shrinker.curve(quality, choices)
+    points = measure_curve(selection, choices, quality)
     assert [point.layout for point in points] == ["4/2", "3/3", "2/2", "2/1", "1/1"]
     assert [point.removed for point in points] == [4, 6, 8, 8, 10]
-    monkeypatch.setattr(uniform, "MAX_LAYOUTS", 3)
-    assert [choice.layout for choice in shrinker.choices()] == ["4/2", "2/2", "1/1"]
+    monkeypatch.setattr(curve, "MAX_LAYOUTS", 3)
+    assert [choice.layout for choice in choices_of(selection)] == ["4/2", "2/2", "1/1"]
 
 
 def test_sets_are_all_that_end_in_a_layout_the_cheapest_first():
-    shrinker = uniform_shrinker()
-    sets = shrinker.sets(UniformLayout(3, 3))
+    selection = uniform_selection()
+    sets = selection.sets(UniformLayout(3, 3))
     for path, own in sets.items():
-        groups = shrinker.evidence.heads[path].readers
+        groups = selection.evidence.heads[path].readers
         assert len(own) == math.prod(map(len, groups)) == len({x.heads for x in own})
         assert [x.cost for x in own] == sorted(x.cost for x in own)
         assert all(len(set(group) - set(x.heads)) == 1 for x in own for group in groups)
 
 
 def test_a_search_exchanges_heads_within_layers_while_that_helps():
-    shrinker, target = uniform_shrinker(), Target("heads", 0.5)
-    quality = Fidelity(shrinker.model, batches_of_tokens()[:1])
+    selection, target = uniform_selection(), Target("heads", 0.5)
+    quality = Fidelity(selection.evidence.model, batches_of_tokens()[:1])
     told = []
-    found = shrinker.searched(target, quality, tries=16, progress=told.append)
-    assert sum(told) == found.measured == 1 + 2 * 7
-    assert found.first == shrinker.meet_target(target)
+    found = search_heads(selection, target, quality, tries=16, progress=told.append)
+    assert told[-1].done == found.measured == 1 + 2 * 7
+    assert found.first == selection.for_target(target)
     assert found.loss < found.first_loss
     assert found.moved > 0
     assert {path: len(own) for path, own in found.removed.items()} == {
         path: len(own) for path, own in found.first.items()
     }
-    assert fits_native(shrinker.model, found.removed)
-    with swapped_projections(shrinker.model, shrinker.evidence.layers, shrinker.compensated(found.removed)):
-        assert quality.loss() == pytest.approx(found.loss, abs=1e-9)
+    assert fits_native(selection.evidence.model, found.removed)
+    assert quality.loss(selection.evidence.compensated(found.removed)) == pytest.approx(found.loss, abs=1e-9)
 
 
 def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
@@ -226,16 +230,20 @@ def test_a_search_of_sets_takes_what_measures_best_whatever_the_evidence_says():
 
 
 def test_a_model_of_one_layout_is_stock_and_gives_the_same(tmp_path):
-    shrinker = uniform_shrinker(dtype=torch.float32)
-    removed = shrinker.meet_target(Target("heads", 0.5))
-    outputs, ids = shrinker.compensated(removed), batches_of_tokens()[0]["input_ids"]
+    selection = uniform_selection(dtype=torch.float32)
+    removed = selection.for_target(Target("heads", 0.5))
+    outputs, ids = selection.evidence.compensated(removed), batches_of_tokens()[0]["input_ids"]
     with torch.no_grad():
-        with swapped_projections(shrinker.model, shrinker.evidence.layers, outputs):
-            wanted = shrinker.model(ids).logits
-        apply(shrinker.model, shrinker.edits(removed), compensation=PrecomputedProjections(outputs))
-        assert save(shrinker.model, tmp_path / "saved", form="uniform").loads_natively
+        with swapped_projections(selection.evidence.model, selection.evidence.layers, outputs):
+            wanted = selection.evidence.model(ids).logits
+        apply(
+            selection.evidence.model,
+            prune_edits(selection.evidence.layers, removed),
+            compensation=PrecomputedProjections(outputs),
+        )
+        assert save(selection.evidence.model, tmp_path / "saved", form="uniform").loads_natively
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
         found = loaded(ids).logits
     assert (loaded.config.num_attention_heads, loaded.config.num_key_value_heads) == (3, 3)
-    torch.testing.assert_close(found, shrinker.model(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, selection.evidence.model(ids).logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

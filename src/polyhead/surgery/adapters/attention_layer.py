@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -118,6 +118,13 @@ def absolute_path(path: str, name: str) -> str:
     if name.startswith("^."):
         path, name = path.rpartition(".")[0], name.removeprefix("^.")
     return f"{path}.{name}" if path else name
+
+
+def modules_around(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """Yield the modules that contain the one at a path, the innermost first and the model last."""
+    parts = path.split(".")
+    for length in reversed(range(len(parts))):
+        yield model.get_submodule(".".join(parts[:length]))
 
 
 def linear_axis(linear: nn.Module, *, outputs: bool) -> int:

@@ -34,6 +34,7 @@ from polyhead.surgery.adapters.attention_layer import (
     key_map_of,
     layer_origins,
     linear_axis,
+    modules_around,
     sizes_of,
 )
 from polyhead.surgery.adapters.projection_formats import (
@@ -160,9 +161,8 @@ def _inspect_transformers(model: nn.Module, path: str, module: nn.Module) -> dic
     if reasons:
         return _refuse(*reasons)
     counts = _head_counts_of(type(module))
-    parts = path.split(".")
-    around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts))]
-    biases = [name for x in around for name, child in x.named_children() if "position_bias" in name]
+    around = list(modules_around(model, path))
+    biases = [name for x in reversed(around) for name, child in x.named_children() if "position_bias" in name]
     if biases:
         return _refuse(f"a module around it has {biases[0]}, which may be per head in an unknown way")
     return {

@@ -77,11 +77,8 @@ def flows_of(model: nn.Module, batch: Mapping[str, Any]) -> Flows:
 # ---- channels of each head
 
 
-def traced_heads(path: str, module: nn.Module, flows: Flows, heads: list[Tensor]) -> TracedHeads:
+def traced_heads(path: str, module: nn.Module, flows: Flows, output: Tensor) -> TracedHeads:
     """Return the projections of a site, or why they are not known."""
-    if len(heads) > 1:
-        return refused("it attends more than once in a forward")
-    output = heads[0]
     if output.grad_fn is None:
         return refused("its heads do not depend on the output of a linear module")
     out_proj = _output_projection(path, flows, output)

@@ -219,6 +219,15 @@ class GradientStatistics:
     moments: OutputMoments  # of head outputs, each token weighted by the norm of its gradient, 1 on average
     sensitivity: Sensitivity
 
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the fields as tensors, to be stored."""
+        return {**self.moments.to_tensors(), "sensitivity": self.sensitivity.products}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> GradientStatistics:
+        """Return the statistics that `to_tensors` was called on."""
+        return cls(OutputMoments.from_tensors(tensors), Sensitivity(tensors["sensitivity"]))
+
 
 def gradient_statistics(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: Loss

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import NonFiniteError, OptionError
+from polyhead.errors import NonFiniteError, OptionError, ShapeError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, linear_axis
 from polyhead.surgery.adapters.head_weights import HeadWeights, oriented, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments, output_signature, same_layer
@@ -90,7 +90,7 @@ class OutputRegression:
         cls,
         moments: OutputMoments,
         heads: HeadWeights,
-        ridge: float,
+        ridge: float = RIDGE,
         path: str = "the layer",
         *,
         target: tuple[Tensor, Tensor] | None = None,
@@ -224,6 +224,15 @@ def output_projection(heads: HeadWeights) -> tuple[Tensor, Tensor]:
     matrix = heads.output.flatten(0, 1).to("cpu", torch.float64)
     zero = matrix.new_zeros(matrix.shape[1])
     return matrix, zero if heads.output_bias is None else heads.output_bias.to("cpu", torch.float64)
+
+
+def in_metric(matrix: Tensor, root: Tensor | None) -> Tensor:
+    """Return the matrix times `root`, so that squared norms are in that metric."""
+    if root is None:
+        return matrix.clone()
+    if root.ndim != 2 or root.shape[0] != matrix.shape[1]:
+        raise ShapeError(f"root must be [{matrix.shape[1]}, any], a row for each output, got {list(root.shape)}")
+    return matrix @ root.to(matrix)
 
 
 def check_moments(moments: OutputMoments, heads: HeadWeights, path: str) -> None:

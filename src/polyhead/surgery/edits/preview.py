@@ -1,4 +1,4 @@
-"""Count what edits would change in a model, without touching a weight."""
+"""What edits would change in a model, before a weight is touched: counts, and whether a native class can hold it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.layouts.hf_families import WINDOWED
+from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import MultiHeadConfig
 from polyhead.observation.transformers_models import is_pretrained
 from polyhead.sources.models import kind_of
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
+from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
 from polyhead.surgery.edits.applying import changed, edits_by_layer
 from polyhead.surgery.edits.head_edits import HeadEdit, checked_edits
+from polyhead.surgery.edits.stale_caches import model_around
+from polyhead.surgery.native.fitting import NativeFit, fit_edited
+from polyhead.surgery.options import OTHER_FORMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +132,7 @@ def _takes_cache(layer: AttentionLayer) -> bool:
 
 def _is_in_decoder(model: nn.Module, layer: AttentionLayer) -> bool:
     """Return whether the innermost transformers model around a layer is a decoder, such as that of a LlavaModel."""
-    names = layer.path.split(".")
-    around = (model.get_submodule(".".join(names[:length])) for length in reversed(range(1, len(names))))
-    inner = next((module for module in around if is_pretrained(module)), None)
+    inner = model_around(model, layer.path)
     return inner is not None and kind_of(inner) == "decoder"
 
 
@@ -159,3 +161,22 @@ def _causal_and_window(layer: AttentionLayer) -> tuple[bool, int | None]:
     if kinds is not None and isinstance(index, int):
         is_windowed = kinds[index] == "sliding_attention"
     return True, getattr(config, "sliding_window", None) if is_windowed else None
+
+
+def fit_after(model: nn.Module, edits: Sequence[HeadEdit]) -> NativeFit:
+    """Fit the native class to the heads that a transformers model would have after these edits."""
+    layers = find_layers(model)
+    layouts: dict[str, HeadLayout] = {}
+    parameters: dict[str, Tensor] = {}
+    for layer, layer_edits in edits_by_layer(layers, checked_edits(edits)):
+        heads = changed(layer, read_heads(model, layer, device="meta"), layer_edits)
+        layouts[layer.path] = heads.layout
+        parameters |= pack_heads(model, layer, heads)
+    return fit_edited(model, layers, layouts, parameters)
+
+
+def check_edits(model: nn.Module, edits: Sequence[HeadEdit], form: str) -> None:
+    """Raise `OptionError` for edits that are not possible, or after which no native config has the uniform form."""
+    preview(model, edits)
+    if form == "uniform" and (rule := fit_after(model, edits).rule):
+        raise OptionError(f"plain transformers must load the uniform form: {rule}; {OTHER_FORMS}")

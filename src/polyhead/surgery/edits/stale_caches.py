@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import CacheError
 from polyhead.observation.transformers_models import is_pretrained
+from polyhead.surgery.adapters.attention_layer import modules_around
 
 # Attribute of a model that has edited layers: their KV heads, by index in a cache and by whether that is a cache of
 # cross-attention. None where two layers have one index. The model is checked, not each layer: a call without a cache
@@ -35,7 +36,7 @@ def refuse_stale_cache(model: nn.Module, args: object, arguments: Mapping[str, A
 
 def model_around(model: nn.Module, path: str) -> nn.Module | None:
     """Return the innermost model of transformers that contains a layer, by which its cache is passed."""
-    return next((x for x in _around(model, path) if is_pretrained(x)), None)
+    return next((x for x in modules_around(model, path) if is_pretrained(x)), None)
 
 
 def cached_heads(model: nn.Module, path: str, module: nn.Module, heads: int) -> dict[tuple[int, bool], Any]:
@@ -54,12 +55,6 @@ def cached_heads(model: nn.Module, path: str, module: nn.Module, heads: int) -> 
     place = index, any(name in path.rpartition(".")[2].lower() for name in _CROSS_NAMES)
     is_shared = place in before and before[place][0] != path
     return {**before, place: (path, None if is_shared else heads)}
-
-
-def _around(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    parts = path.split(".")
-    for length in range(len(parts) - 1, -1, -1):
-        yield model.get_submodule(".".join(parts[:length]))
 
 
 def _cached_keys(cache: Any, index: int) -> Tensor | None:

@@ -79,8 +79,10 @@ def trace_layers(
     paths = {name or type(module).__name__: name for name, module in model.named_modules()}
     with evaluating(model):
         flows = flows_of(model, batch)
-        calls = Counter(site.name.partition("#")[0] for site in flows.heads)
-        for site, heads in flows.heads.items():
+        calls: Counter[str] = Counter()
+        for site, outputs in flows.heads.items():
+            calls[site.name.partition("#")[0]] += len(outputs)
+        for site, outputs in flows.heads.items():
             path = paths.get(site.name)
             if path is None or path in known:
                 continue
@@ -88,7 +90,7 @@ def trace_layers(
             if calls[site.name] > 1:
                 traced = refused("it attends more than once in a forward")
             else:
-                traced = traced_heads(path, module, flows, heads)
+                traced = traced_heads(path, module, flows, outputs[0])
             setattr(module, TRACED, traced if traced.refusals else _checked(model, path, site, traced, other_batch))
     return find_layers(model)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.input_moments import InputMoments
 from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
+from polyhead.surgery.calibration.layer_moments import InputMoments
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries, HeadEdit
 from polyhead.surgery.kv_sharing.symmetries import CONDITION, blocks, change_key_basis, change_value_basis, pair_part

@@ -20,11 +20,10 @@ from polyhead.observation.evaluation_mode import evaluating
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, pack_heads, read_heads
-from polyhead.surgery.calibration.input_moments import collect_inputs
 from polyhead.surgery.calibration.key_transforms import KeyTransform, find_key_transforms
+from polyhead.surgery.calibration.layer_moments import collect_inputs, collect_targets
 from polyhead.surgery.calibration.streams import Streams, in_float32
-from polyhead.surgery.compensation.least_squares import check_ridge, with_output
-from polyhead.surgery.compensation.targets import collect_targets
+from polyhead.surgery.compensation.least_squares import OutputRegression, check_ridge, with_output
 from polyhead.surgery.edits.applying import apply, changed
 from polyhead.surgery.edits.records import EditRecord
 from polyhead.surgery.kv_sharing.grouping import Groups, neighbours, similar_groups
@@ -172,5 +171,6 @@ def _convert(
         shared = refined(shared, sample, ridge=ridge, rounds=rounds)
         converted = Converted.of(model, layer, groups, shared)
     moments = collect_targets(model, layer, text, swapped | dict(converted.parameters))
-    matrix, bias = moments.regression(shared, ridge, layer.path).solve(range(shared.num_heads))
+    regression = OutputRegression.of(moments.outputs, shared, ridge, layer.path, target=moments.target)
+    matrix, bias = regression.solve(range(shared.num_heads))
     return Converted.of(model, layer, groups, with_output(shared, matrix, bias))

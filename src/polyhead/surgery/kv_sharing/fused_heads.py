@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights, with_row
-from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KEY_TRANSFORMS, KeyTransform
+from polyhead.surgery.calibration.layer_moments import InputMoments, centred
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR
 from polyhead.surgery.edits.head_edits import EDITS, MergeHeads, SelectedHeadsEdit
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights
-from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KeyTransform
+from polyhead.surgery.calibration.layer_moments import InputMoments, centred
 from polyhead.surgery.calibration.moments import root
 from polyhead.surgery.kv_sharing.shared_keys import key_factors, value_factors, value_moments
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from polyhead.surgery.adapters.head_weights import HeadWeights, sum_over_readers
-from polyhead.surgery.calibration.input_moments import InputMoments, centred
 from polyhead.surgery.calibration.key_transforms import KeyTransform
+from polyhead.surgery.calibration.layer_moments import InputMoments, centred
 from polyhead.surgery.calibration.moments import EIGENVALUE_FLOOR, root
 from polyhead.surgery.edits.head_edits import EDITS, GroupQueries
 from polyhead.surgery.kv_sharing.align import KVGroupsEdit, aligned

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyhead.errors import CheckpointError
 from polyhead.geometry import HeadLayout
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
@@ -63,16 +62,6 @@ class Padding:
         parts |= {name: x[heads] for name, x in _present(padded, _PER_HEAD)}
         parts |= {name: x[keys] for name, x in _present(padded, KV_PARTS)}
         return HeadWeights.unedited(layout, **parts, output_bias=padded.output_bias)
-
-    def to_dict(self) -> dict[str, list[int | None]]:
-        return {"heads": list(self.heads), "key_heads": list(self.key_heads)}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Padding:
-        try:
-            return cls(tuple(content["heads"]), tuple(content["key_heads"]))
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"a padding must list heads and key_heads, got {content!r}") from error
 
 
 def place_heads(layout: HeadLayout, num_heads: int, num_kv_heads: int) -> Padding | None:

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,12 +14,14 @@ from polyhead.costs import Workload
 from polyhead.errors import OptionError
 from polyhead.surgery.adapters.attention_layer import AttentionLayer, is_conv1d
 from polyhead.surgery.adapters.discovery import find_layers
-from polyhead.surgery.adapters.head_weights import read_heads
+from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.edits.head_edits import PruneHeads
-from polyhead.surgery.edits.preview import HeadCounts, Preview, preview, uncached_layers
+from polyhead.surgery.edits.preview import HeadCounts, preview, uncached_layers
 from polyhead.surgery.options import Target
 from polyhead.surgery.selection.evidence import editable_layers
 
+RemovedHeads = dict[str, tuple[int, ...]]  # pruned heads, by layer
+COUNTED_CALL = Workload.forward(512)  # whose FLOPs are counted
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # names in configs
 NO_CACHE = (
     "a cache target needs a model with a KV cache, got {target} for a model without one, such as an encoder; "
@@ -67,10 +68,12 @@ class Size:
 
 
 class SizeCounter:
-    """Sizes of a model without heads of these layers, by the shapes of its weights; `work` is the counted call."""
+    """Sizes of a model without heads of these layers, by the shapes of its weights."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, AttentionLayer], work: Workload) -> None:
-        self.model, self.layers, self.work = model, layers, work
+    def __init__(self, model: nn.Module, layers: Mapping[str, AttentionLayer]) -> None:
+        self.model, self.layers = model, layers
+        self._has_cache = keeps_cache(model)
+        self._other_flops = other_flops(model, COUNTED_CALL)
         self._counts: dict[tuple[str, tuple[int, ...]], HeadCounts] = {}  # of layers without these heads
 
     def __call__(self, removed: Mapping[str, Sequence[int]]) -> Size:
@@ -80,7 +83,7 @@ class SizeCounter:
             return Size(1.0, 1.0 if self._has_cache else None, 1.0)
         # A search requests many sizes, mostly of layers that were counted before.
         if unknown := {path: heads for path, heads in pruned.items() if (path, heads) not in self._counts}:
-            for layer in self.preview(unknown).layers:
+            for layer in preview(self.model, prune_edits(self.layers, unknown), work=COUNTED_CALL).layers:
                 self._counts[layer.path, ()] = layer.before
                 if layer.path in unknown:
                     self._counts[layer.path, unknown[layer.path]] = layer.after
@@ -94,18 +97,6 @@ class SizeCounter:
             (sum(x.flops for x in after) + self._other_flops) / (sum(x.flops for x in before) + self._other_flops),
         )
 
-    def preview(self, removed: Mapping[str, Sequence[int]]) -> Preview:
-        """Preview the model without these heads."""
-        return preview(self.model, prune_edits(self.layers, removed), work=self.work)
-
-    @cached_property
-    def _has_cache(self) -> bool:
-        return keeps_cache(self.model)
-
-    @cached_property
-    def _other_flops(self) -> int:
-        return other_flops(self.model, self.work)
-
 
 def prune_edits(layers: Mapping[str, AttentionLayer], removed: Mapping[str, Sequence[int]]) -> list[PruneHeads]:
     """Return the edits that remove these heads, by layer."""
@@ -116,13 +107,19 @@ def prune_edits(layers: Mapping[str, AttentionLayer], removed: Mapping[str, Sequ
     ]
 
 
+def describe_removed(heads: Mapping[str, HeadWeights], removed: Mapping[str, Sequence[int]]) -> str:
+    """Describe how many of these heads are pruned."""
+    total = sum(layer_heads.num_heads for layer_heads in heads.values())
+    return f"{sum(map(len, removed.values()))} of {total} heads are pruned"
+
+
 def check_target(target: Target, model: nn.Module) -> None:
     """Raise `OptionError` for a target that no form can meet, by the shapes of the model's weights."""
     if target.kind == "cache" and not keeps_cache(model):
         raise OptionError(NO_CACHE.format(target=target))
     layers = editable_layers(model)
     heads = {path: read_heads(model, layer, device="meta").num_heads for path, layer in layers.items()}
-    size_of = SizeCounter(model, layers, Workload.forward(512))
+    size_of = SizeCounter(model, layers)
     check_reachable(target, size_of({path: range(1, count) for path, count in heads.items()}))
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyhead.errors import OptionError, ShapeError
+from polyhead.errors import OptionError
 from polyhead.surgery.adapters.head_weights import HeadWeights
 from polyhead.surgery.calibration.moments import OutputMoments
 from polyhead.surgery.compensation.least_squares import (
@@ -37,6 +37,7 @@ from polyhead.surgery.compensation.least_squares import (
     OutputRegression,
     check_moments,
     check_ridge,
+    in_metric,
     output_projection,
 )
 from polyhead.surgery.options import check_criterion
@@ -71,8 +72,8 @@ def orders_by(criterion: str, evidence: Evidence, *, weighting: Weighting = "non
 
 def _compensated(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
     return {
-        path: pruning_order(moments, evidence.heads[path], ridge=evidence.ridge, root=evidence.root(path, weighting))
-        for path, moments in evidence.moments_for(weighting).items()
+        path: pruning_order(layer.moments, layer.heads, root=layer.root)
+        for path, layer in evidence.weighted(weighting).items()
     }
 
 
@@ -146,19 +147,10 @@ def _costs(inverse: Tensor, matrix: Tensor, blocks: Sequence[Tensor]) -> list[fl
     return costs
 
 
-def in_metric(matrix: Tensor, root: Tensor | None) -> Tensor:
-    """Return the matrix times `root`, so that squared norms are in that metric."""
-    if root is None:
-        return matrix.clone()
-    if root.ndim != 2 or root.shape[0] != matrix.shape[1]:
-        raise ShapeError(f"root must be [{matrix.shape[1]}, any], a row for each output, got {list(root.shape)}")
-    return matrix @ root.to(matrix)
-
-
 def _plain(evidence: Evidence, weighting: Weighting, seed: int) -> Orders:
     return {
-        path: plain_order(moments, evidence.heads[path], root=evidence.root(path, weighting))
-        for path, moments in evidence.moments_for(weighting).items()
+        path: plain_order(layer.moments, layer.heads, root=layer.root)
+        for path, layer in evidence.weighted(weighting).items()
     }
 
 

@@ -1,8 +1,8 @@
-"""Evidence for choosing heads: moments, gradients and losses of a model, each computed on first use."""
+"""Evidence for choosing heads: moments, gradients and losses of a model on a calibration text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -14,22 +14,23 @@ from polyhead.analysis.importance import ablate, gradient_scores
 from polyhead.analysis.importance.head_importance import Importance
 from polyhead.analysis.importance.losses import Loss, RowLosses
 from polyhead.errors import OptionError
+from polyhead.progress import Progress, ProgressCallback, Step, ignore_progress
 from polyhead.surgery.adapters.attention_layer import AttentionLayer
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import (
     GradientStatistics,
     OutputMoments,
-    Sensitivity,
     collect_moments,
     gradient_statistics,
 )
 from polyhead.surgery.calibration.streams import CachedBlocks, in_float32, recording_blocks
-from polyhead.surgery.compensation.least_squares import RIDGE
+from polyhead.surgery.compensation.least_squares import OutputProjection, OutputRegression
 from polyhead.surgery.selection.journal import Journal
 
 Weighting = Literal["none", "layer", "direction", "token"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+READING = "Read the text to choose heads"
 Batch = Mapping[str, Any]
 Scored = str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses]
 
@@ -51,10 +52,23 @@ class Objectives:
     ablations: int | None = None  # number of batches for ablation, all by default
 
 
-class Evidence:
-    """Measurements that criteria use; each part is computed on first use, on the model as it is then.
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightedLayer:
+    """Weights of a layer's heads, the moments of their outputs, and a root of the metric of errors in its output.
 
-    With a journal, parts are stored, and read instead of computed. `stack` restricts them to one stack of layers.
+    An error e costs |e root|²; the root is None if all errors cost the same.
+    """
+
+    heads: HeadWeights
+    moments: OutputMoments
+    root: Tensor | None
+
+
+class Evidence:
+    """Measurements of a model that select heads and compensate for them; a pass over the text is made on first use.
+
+    With a journal, the results of a pass are stored, and read instead of computed. `stack` restricts the layers to one
+    stack.
     """
 
     def __init__(
@@ -63,56 +77,76 @@ class Evidence:
         batches: Sequence[Batch],
         objectives: Objectives,
         *,
-        ridge: float = RIDGE,
         journal: Journal | None = None,
         stack: str | None = None,
+        progress: ProgressCallback = ignore_progress,
     ) -> None:
         self.model = model
         self.stack = stack
+        self.layers = editable_layers(model, stack)
+        self.heads = {path: read_heads(model, layer) for path, layer in self.layers.items()}
         self.batches = batches
         self.objectives = objectives
-        self.ridge = ridge
-        self._journal = Journal() if journal is None else journal
-        self._roots: dict[str, Tensor] = {}
+        self.journal = Journal() if journal is None else journal
         self.recorded: list[CachedBlocks] = []  # with the gradients: the last block's output on each batch
-
-    @cached_property
-    def layers(self) -> dict[str, AttentionLayer]:
-        return editable_layers(self.model, self.stack)
-
-    @cached_property
-    def heads(self) -> dict[str, HeadWeights]:
-        return {path: read_heads(self.model, layer) for path, layer in self.layers.items()}
-
-    @cached_property
-    def moments(self) -> dict[str, OutputMoments]:
-        def collect() -> dict[str, dict[str, Tensor]]:
-            return {path: moments.to_tensors() for path, moments in collect_moments(self.model, self.batches).items()}
-
-        return {path: OutputMoments.from_tensors(parts) for path, parts in self._stored("moments", collect).items()}
+        self._progress = progress
+        self._weighted: dict[Weighting, dict[str, WeightedLayer]] = {}
+        self._regressions: dict[str, OutputRegression] = {}
 
     @cached_property
     def gradient_statistics(self) -> dict[str, GradientStatistics]:
-        def collect() -> dict[str, dict[str, Tensor]]:
-            with recording_blocks(self.model, list(self.layers.values())[-1]) as self.recorded:
-                by_layer = gradient_statistics(self.model, self.batches, self._slope)
-            return {
-                path: {**x.moments.to_tensors(), "sensitivity": x.sensitivity.products} for path, x in by_layer.items()
+        """Statistics of each layer from gradients of the loss, in one pass that also records the last block."""
+        stored = self._stored("gradient_statistics", self._collect_gradient_statistics)
+        return {path: GradientStatistics.from_tensors(parts) for path, parts in stored.items()}
+
+    def _collect_gradient_statistics(self) -> dict[str, dict[str, Tensor]]:
+        with recording_blocks(self.model, list(self.layers.values())[-1]) as self.recorded:
+            by_layer = gradient_statistics(self.model, self._read(), self._slope)
+        return {path: statistics.to_tensors() for path, statistics in by_layer.items()}
+
+    def weighted(self, weighting: Weighting = "token") -> dict[str, WeightedLayer]:
+        """Return each layer with the moments and the metric by which errors of its output are weighted."""
+        if weighting not in WEIGHTINGS:
+            raise OptionError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
+        if weighting not in self._weighted:
+            if weighting == "token":
+                moments = {path: x.moments for path, x in self.gradient_statistics.items()}
+            else:
+                moments = self.moments
+            self._weighted[weighting] = {
+                path: WeightedLayer(self.heads[path], x, self._root(path, weighting)) for path, x in moments.items()
             }
+        return self._weighted[weighting]
 
-        return {
-            path: GradientStatistics(OutputMoments.from_tensors(parts), Sensitivity(parts["sensitivity"]))
-            for path, parts in self._stored("gradient_statistics", collect).items()
-        }
+    def _root(self, path: str, weighting: Weighting) -> Tensor | None:
+        if weighting == "none":
+            return None
+        sensitivity = self.gradient_statistics[path].sensitivity
+        if weighting == "layer":
+            return torch.eye(len(sensitivity.products), dtype=torch.float64) * sensitivity.weight**0.5
+        return sensitivity.root()
 
-    def moments_for(self, weighting: Weighting) -> dict[str, OutputMoments]:
-        """Return the moments over which errors are measured and compensated."""
-        if weighting != "token":
-            return self.moments
-        return {path: x.moments for path, x in self.gradient_statistics.items()}
+    def compensated(self, removed: Mapping[str, Sequence[int]]) -> dict[str, OutputProjection]:
+        """Return W_O of layers without these heads, by least squares over the weighted moments."""
+        for path in removed:
+            if path not in self._regressions:
+                moments = self.gradient_statistics[path].moments
+                self._regressions[path] = OutputRegression.of(moments, self.heads[path], path=path)
+        return {path: self._regressions[path].without(pruned) for path, pruned in removed.items() if len(pruned)}
+
+    @cached_property
+    def moments(self) -> dict[str, OutputMoments]:
+        """Moments of each layer's head outputs, every token weighted equally."""
+        stored = self._stored("moments", self._collect_moments)
+        return {path: OutputMoments.from_tensors(parts) for path, parts in stored.items()}
+
+    def _collect_moments(self) -> dict[str, dict[str, Tensor]]:
+        return {path: moments.to_tensors() for path, moments in collect_moments(self.model, self._read()).items()}
 
     @cached_property
     def ablation(self) -> dict[str, list[float]]:
+        """Increase of the loss without each head, by layer."""
+
         def compute() -> Importance:
             if self.objectives.ablated is None:
                 raise OptionError("ablation needs a loss to evaluate without each head, got objectives without ablated")
@@ -121,6 +155,7 @@ class Evidence:
         return self._scores("ablation", compute)
 
     def slopes(self, measure: Literal["gradient", "taylor"]) -> dict[str, list[float]]:
+        """Return a score of each head from the gradient of the loss by its gate, by layer."""
         return self._scores(measure, lambda: self.gradients)
 
     @cached_property
@@ -135,18 +170,12 @@ class Evidence:
             self.model, _some(batches, self.objectives.slopes), self.objectives.gradient, overlap=False
         )
 
-    def root(self, path: str, weighting: Weighting) -> Tensor | None:
-        """Return a root of a layer's error metric, as `pruning_order` takes it; None for the identity."""
-        if weighting not in WEIGHTINGS:
-            raise OptionError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
-        if weighting == "none":
-            return None
-        sensitivity = self.gradient_statistics[path].sensitivity
-        if weighting == "layer":
-            return torch.eye(len(sensitivity.products), dtype=torch.float64) * sensitivity.weight**0.5
-        if path not in self._roots:
-            self._roots[path] = sensitivity.root()
-        return self._roots[path]
+    def _read(self) -> Iterator[Batch]:
+        """Yield the batches and report how many were read."""
+        step = Step(self._progress, READING, len(self.batches), "batches")
+        for batch in self.batches:
+            yield batch
+            step.advance()
 
     @property
     def _slope(self) -> Callable[[nn.Module, Batch], Tensor]:
@@ -159,6 +188,7 @@ class Evidence:
 
         def by_layer() -> dict[str, dict[str, Tensor]]:
             scores = {path: torch.zeros(heads.num_heads, dtype=torch.float64) for path, heads in self.heads.items()}
+            self._progress(Progress(READING))
             importance = compute()
             for site, head, score in zip(importance.sites, importance.heads, importance[name].tolist(), strict=True):
                 if site.name in scores:
@@ -176,7 +206,7 @@ class Evidence:
             with in_float32(self.model):
                 return compute()
 
-        stored = self._journal.by_layer(name, computed, getattr(self.objectives.slope, "generator", None))
+        stored = self.journal.by_layer(name, computed, getattr(self.objectives.slope, "generator", None))
         return {path: stored[path] for path in self.layers if path in stored}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,13 @@ from polyhead.analysis.importance.examples import Examples
 from polyhead.analysis.importance.losses import Language
 from polyhead.analysis.intervals import student_quantile
 from polyhead.errors import OptionError
+from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.calibration.streams import in_float32
+from polyhead.surgery.compensation.least_squares import OutputProjection, swapped_projections
 from polyhead.surgery.selection.journal import Journal
 
 Batch = Mapping[str, Any]
+Projections = Mapping[str, OutputProjection]  # W_O of pruned layers, by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +67,26 @@ class Quality(ABC):
             raise OptionError(f"{self.name} needs some text, got no batch")
         self.model = model
         self.batches = batches
+        self._layers = {layer.path: layer for layer in find_layers(model)}
         self._groups = None if groups is None else torch.tensor(groups)
         self._journal = Journal() if journal is None else journal
-        self._role = role
+        self.role = role
         if not (loss_only and self._absolute_loss):
             with in_float32(model):
                 self.original = self._evaluate_original()  # value of the unpruned model
 
-    def measure(self) -> Measurement:
-        """Return the value, its standard error and its prediction interval."""
-        with in_float32(self.model):
-            return Measurement(*self._journal.numbers(f"{self._role} measure", self._measure))
+    def measure(self, projections: Projections | None = None) -> Measurement:
+        """Return the value, its standard error and its prediction interval, with output projections swapped in."""
+        with self._swapped(projections), in_float32(self.model):
+            return Measurement(*self._journal.numbers(f"{self.role} measure", self._measure))
 
-    def loss(self) -> float:
-        """Return the quality as one number, lower is better."""
-        with in_float32(self.model):
-            return self._journal.numbers(f"{self._role} loss", lambda: (self._loss(),))[0]
+    def loss(self, projections: Projections | None = None) -> float:
+        """Return the quality as one number, lower is better, with output projections swapped in."""
+        with self._swapped(projections), in_float32(self.model):
+            return self._journal.numbers(f"{self.role} loss", lambda: (self._loss(),))[0]
+
+    def _swapped(self, projections: Projections | None) -> AbstractContextManager[None]:
+        return nullcontext() if projections is None else swapped_projections(self.model, self._layers, projections)
 
     def _spread(self, residuals: Tensor, total: float) -> tuple[float, float]:
         """Return the standard error of a mean over `total` tokens, and the half width of its prediction interval.

@@ -1,4 +1,8 @@
-"""Prune every layer to the same numbers of heads and KV heads, as a native transformers class requires."""
+"""The uniform form: every layer is pruned to the same numbers of heads and KV heads, as a native class requires.
+
+A target gets the largest layout that meets it; the heads of each layer are those whose removal to that layout costs
+least after compensation.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,22 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from polyhead.costs import Workload
 from polyhead.errors import OptionError
+from polyhead.progress import Progress, ProgressCallback, ignore_progress
 from polyhead.surgery.adapters.discovery import find_layers
 from polyhead.surgery.adapters.head_weights import HeadWeights, read_heads
 from polyhead.surgery.calibration.moments import OutputMoments
-from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression
-from polyhead.surgery.edits.native_form import fit_after
+from polyhead.surgery.compensation.least_squares import RIDGE, OutputRegression, in_metric
+from polyhead.surgery.edits.preview import fit_after
 from polyhead.surgery.options import OTHER_FORMS, Target
-from polyhead.surgery.selection.budgets import Size, SizeCounter, prune_edits
-from polyhead.surgery.selection.criteria import in_metric, pruning_order
+from polyhead.surgery.selection.budgets import RemovedHeads, Size, SizeCounter, describe_removed, prune_edits
+from polyhead.surgery.selection.criteria import pruning_order
 from polyhead.surgery.selection.evidence import Evidence, Weighting, editable_layers
-from polyhead.surgery.selection.search import TRIES, Measure, RankedSet, refined_sets
-from polyhead.surgery.selection.shrinker import SEEDS, BaseShrinker, Choice, RemovedHeads
 
 MAX_SETS = 512  # compared exhaustively; beyond that, heads are pruned greedily
-MAX_LAYOUTS = 12  # points of a curve
 MAX_EXCESS = 0.1  # of the heads, the cache or the FLOPs, removed beyond a target
+
+Groups = Mapping[str, Sequence[Sequence[int]]]  # readers of each KV head, by path of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,155 @@ class UniformLayout:
 
     def __str__(self) -> str:
         return f"{self.num_heads}/{self.num_kv_heads}"
+
+
+def heads_for_target(model: nn.Module, target: Target, stack: str | None = None, *, option: str) -> RemovedHeads:
+    """Return some heads to prune for the layout that a target gets, by the shapes of the model's weights.
+
+    The command line's `option` is for the error that is raised if there is no such layout.
+    """
+    layers = editable_layers(model, stack)
+    groups = {path: read_heads(model, layer, device="meta").readers for path, layer in layers.items()}
+    layout = _largest_meeting(target, uniform_layouts(model, stack), groups, SizeCounter(model, layers), option=option)
+    return _any_heads(groups, layout)
+
+
+def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[UniformLayout]:
+    """Yield every smaller layout that a native class can hold in all layers, or those of a stack, largest first.
+
+    Each candidate is checked against the native config; raises if none fits.
+    """
+    layers = editable_layers(model, stack).items()
+    groups = {path: read_heads(model, layer, device="meta").readers for path, layer in layers}
+    fitting, rule = 0, ""
+    for layout in _candidates(groups):
+        rule = _native_rule(model, _any_heads(groups, layout))
+        if not rule:
+            fitting += 1
+            yield layout
+    if not fitting:
+        raise OptionError(
+            "the uniform form needs a native config with fewer heads in every layer, got a "
+            f"{type(model).__name__}, which has none{rule and f': {rule}'}; {OTHER_FORMS}"
+        )
+
+
+def _candidates(groups: Groups) -> list[UniformLayout]:
+    """Return every smaller layout in groups of one size, largest first."""
+    max_keys = min((len(layer) for layer in groups.values()), default=0)
+    max_readers = min((len(group) for layer in groups.values() for group in layer), default=0)
+    most_heads = max((sum(map(len, layer)) for layer in groups.values()), default=0)
+    layouts = [
+        UniformLayout(keys * readers, keys)
+        for keys in range(1, max_keys + 1)
+        for readers in range(1, max_readers + 1)
+        if keys * readers < most_heads
+    ]
+    return sorted(layouts, key=lambda x: (-x.num_heads, -x.num_kv_heads))
+
+
+def _any_heads(groups: Groups, layout: UniformLayout) -> RemovedHeads:
+    """Return some heads to prune for a layout, by layer, where only their numbers matter."""
+    return {path: any_heads_for(readers, layout) for path, readers in groups.items()}
+
+
+def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
+    """Return some heads of a layer to prune for a layout: all but the first readers of the first KV heads."""
+    readers_per_group = layout.num_heads // layout.num_kv_heads
+    remaining = [head for group in groups[: layout.num_kv_heads] for head in group[:readers_per_group]]
+    return tuple(sorted(head for group in groups for head in group if head not in remaining))
+
+
+def _native_rule(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> str:
+    """Return why no native transformers class has the shapes of the model without these heads; empty if one has."""
+    edits = prune_edits({layer.path: layer for layer in find_layers(model)}, removed)
+    return fit_after(model, edits).rule if edits else ""
+
+
+def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether a native transformers class has the shapes of the model without these heads."""
+    return not _native_rule(model, removed)
+
+
+def _largest_meeting(
+    target: Target,
+    layouts: Iterable[UniformLayout],
+    groups: Groups,
+    size_of: SizeCounter,
+    *,
+    fits: Callable[[UniformLayout], bool] = lambda layout: True,
+    option: str = "--target",
+) -> UniformLayout:
+    """Return the largest layout that meets a target and exceeds it by at most `MAX_EXCESS`; raises if none does."""
+    size_of({}).excess(target)  # raises for a cache target of a model without a cache
+    sizes: dict[UniformLayout, Size] = {}
+    beyond: list[UniformLayout] = []
+    for layout in layouts:
+        size = sizes[layout] = size_of(_any_heads(groups, layout))
+        if size.reaches(target) and fits(layout):
+            if size.excess(target) <= MAX_EXCESS + 1e-9:
+                return layout
+            beyond.append(layout)
+    raise _no_layout_error(target, sizes, beyond, groups, size_of, option)
+
+
+class UniformSelection:
+    """Heads to prune for a layout or a target, of the layouts that a native class can hold, largest first."""
+
+    def __init__(self, evidence: Evidence, progress: ProgressCallback = ignore_progress) -> None:
+        progress(Progress("List the layouts that the model class supports"))
+        self.evidence = evidence
+        self.layouts = tuple(uniform_layouts(evidence.model, evidence.stack))
+        self.size = SizeCounter(evidence.model, evidence.layers)
+        self._sets: dict[UniformLayout, dict[str, list[RankedSet]]] = {}
+
+    def for_target(self, target: Target) -> RemovedHeads:
+        """Return the heads to prune for the largest layout that meets a target; raises if none does."""
+        return self.removed(self.layout_for(target))
+
+    def layout_for(self, target: Target) -> UniformLayout:
+        """Return the largest layout that meets a target; raises if none does."""
+        groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
+        # Which heads are removed matters where heads do not read KV heads in order.
+        return _largest_meeting(
+            target, self.layouts, groups, self.size, fits=lambda x: fits_native(self.evidence.model, self.removed(x))
+        )
+
+    def removed(self, layout: UniformLayout) -> RemovedHeads:
+        """Return the heads to prune for a layout, by layer."""
+        return {path: layer_sets[0].heads for path, layer_sets in self.sets(layout).items() if layer_sets[0].heads}
+
+    def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
+        """Return, for every layer, the sets of heads to prune for a layout, cheapest first."""
+        if layout not in self._sets:
+            self._sets[layout] = uniform_sets(self.evidence, layout.num_heads, layout.num_kv_heads)
+        return self._sets[layout]
+
+    def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
+        """Describe the number of pruned heads and the remaining layout."""
+        path, heads = next(iter(self.evidence.heads.items()))
+        remaining = [head for head in range(heads.num_heads) if head not in removed.get(path, ())]
+        layout = UniformLayout(len(remaining), len({heads.key_heads[head] for head in remaining}))
+        return f"{describe_removed(self.evidence.heads, removed)}, {layout} heads/KV heads remain in every layer"
+
+
+@dataclass(frozen=True, slots=True)
+class RankedSet:
+    """Heads of a layer that can be pruned together, and the cost by the evidence."""
+
+    cost: float
+    heads: tuple[int, ...]
+
+
+def uniform_sets(
+    evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting = "token"
+) -> dict[str, list[RankedSet]]:
+    """Return, for every layer, the sets of heads to prune for a layout, cheapest first."""
+    layers = evidence.weighted(weighting)
+    return {
+        path: ranked_sets(layers[path].moments, heads, num_heads, num_kv_heads, root=layers[path].root)
+        for path, heads in evidence.heads.items()
+    }
 
 
 def ranked_sets(
@@ -84,212 +236,42 @@ def ranked_sets(
     return sorted((RankedSet(cost(pruned) if pruned else 0.0, pruned) for pruned in candidates), key=lambda x: x.cost)
 
 
-def fits_native(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether a native transformers class has the shapes of the model without these heads."""
-    return not _native_rule(model, removed)
-
-
-def _native_rule(model: nn.Module, removed: Mapping[str, Sequence[int]]) -> str:
-    """Return why no native transformers class has the shapes of the model without these heads; empty if one has."""
-    edits = prune_edits({layer.path: layer for layer in find_layers(model)}, removed)
-    return fit_after(model, edits).rule if edits else ""
-
-
-def _candidates(groups: Mapping[str, Sequence[Sequence[int]]]) -> list[UniformLayout]:
-    """Return every smaller layout in groups of one size, largest first; `groups` are the readers of the KV heads."""
-    max_keys = min((len(layer) for layer in groups.values()), default=0)
-    max_readers = min((len(group) for layer in groups.values() for group in layer), default=0)
-    most_heads = max((sum(map(len, layer)) for layer in groups.values()), default=0)
-    layouts = [
-        UniformLayout(keys * readers, keys)
-        for keys in range(1, max_keys + 1)
-        for readers in range(1, max_readers + 1)
-        if keys * readers < most_heads
-    ]
-    return sorted(layouts, key=lambda x: (-x.num_heads, -x.num_kv_heads))
-
-
-def uniform_layouts(model: nn.Module, stack: str | None = None) -> Iterator[UniformLayout]:
-    """Yield every smaller layout that a native class can hold in all layers, or those of a stack, largest first.
-
-    Each candidate is checked against the native config; raises if none fits.
-    """
-    layers = editable_layers(model, stack).items()
-    groups = {path: read_heads(model, layer, device="meta").readers for path, layer in layers}
-    fitting, rule = 0, ""
-    for layout in _candidates(groups):
-        rule = _native_rule(model, {path: any_heads_for(readers, layout) for path, readers in groups.items()})
-        if not rule:
-            fitting += 1
-            yield layout
-    if not fitting:
-        raise OptionError(
-            "the uniform form needs a native config with fewer heads in every layer, got a "
-            f"{type(model).__name__}, which has none{rule and f': {rule}'}; {OTHER_FORMS}"
-        )
-
-
-def any_heads_for(groups: Sequence[Sequence[int]], layout: UniformLayout) -> tuple[int, ...]:
-    """Return some heads to prune for a layout: all but the first readers of the first KV heads."""
-    readers_per_group = layout.num_heads // layout.num_kv_heads
-    remaining = [head for group in groups[: layout.num_kv_heads] for head in group[:readers_per_group]]
-    return tuple(sorted(head for group in groups for head in group if head not in remaining))
-
-
-def heads_for_target(model: nn.Module, target: Target, stack: str | None = None, *, option: str) -> RemovedHeads:
-    """Return some heads to prune for the layout that a target gets, by the shapes of the model's weights.
-
-    The command line's `option` is for the error that is raised if there is no such layout.
-    """
-    layers = editable_layers(model, stack)
-    groups = {path: read_heads(model, layer, device="meta").readers for path, layer in layers.items()}
-    size_of = SizeCounter(model, layers, Workload.forward(512))
-    layout = _largest_meeting(target, uniform_layouts(model, stack), groups, size_of, option=option)
-    return {path: any_heads_for(readers, layout) for path, readers in groups.items()}
-
-
-def _largest_meeting(
+def _no_layout_error(
     target: Target,
-    layouts: Iterable[UniformLayout],
-    groups: Mapping[str, Sequence[Sequence[int]]],
+    sizes: Mapping[UniformLayout, Size],
+    beyond: Sequence[UniformLayout],
+    groups: Groups,
     size_of: SizeCounter,
-    *,
-    fits: Callable[[UniformLayout], bool] = lambda layout: True,
-    option: str = "--target",
-) -> UniformLayout:
-    """Return the largest layout that meets a target and exceeds it by at most `MAX_EXCESS`; raises if none does."""
-    unpruned = size_of({}).excess(target)  # raises for a cache target of a model without a cache
-    sizes: dict[UniformLayout, Size] = {}
-    beyond: list[UniformLayout] = []
-    for layout in layouts:
-        size = sizes[layout] = size_of({path: any_heads_for(readers, layout) for path, readers in groups.items()})
-        if size.reaches(target) and fits(layout):
-            if size.excess(target) <= MAX_EXCESS + 1e-9:
-                return layout
-            beyond.append(layout)
+    option: str,
+) -> OptionError:
+    """Return the error of a target that no layout meets closely, with the targets that the nearest layouts meet.
+
+    `sizes` are those of all layouts; the layouts `beyond` remove too much.
+    """
     rule = (
         f"in the uniform form, every layer of this {type(size_of.model).__name__} can have heads/KV heads "
         f"{', '.join(map(str, sizes))}"
     )
     for layout in _candidates(groups):  # the first that would do
-        removed = {path: any_heads_for(readers, layout) for path, readers in groups.items()}
+        removed = _any_heads(groups, layout)
         size = size_of(removed)
         if layout not in sizes and size.reaches(target) and size.excess(target) <= MAX_EXCESS + 1e-9:
             rule += f" (not {layout}: {_native_rule(size_of.model, removed)})"
             break
     smallest = list(sizes)[-1]
     if not beyond:
-        raise OptionError(
+        return OptionError(
             f"{rule}, of which {smallest} leaves {sizes[smallest]}, got a target of {target}; choose a smaller "
             f"target, or {OTHER_FORMS}"
         )
     nearest = min(beyond, key=lambda x: sizes[x].excess(target))
+    unpruned = size_of({}).excess(target)
     short = [x for x in sizes if unpruned + 1e-9 < sizes[x].excess(target) < 0]
     below = sorted(short, key=lambda x: sizes[x].excess(target))[-1:]
     choices = [f"{option} {sizes[x].meets(target)} ({x})" for x in (*below, nearest)]
     if option == "--share":
         choices = [choice.replace("-heads", "") for choice in choices]
-    raise OptionError(
+    return OptionError(
         f"{rule}, and a target is exceeded by at most {100 * MAX_EXCESS:g} percentage points, got {target}, for which "
         f"{nearest} leaves {sizes[nearest]}; use {', '.join(choices)}, {OTHER_FORMS.removeprefix('use ')}"
     )
-
-
-def uniform_sets(
-    evidence: Evidence, num_heads: int, num_kv_heads: int, weighting: Weighting
-) -> dict[str, list[RankedSet]]:
-    """Return, for every layer, the sets of heads to prune for a layout, cheapest first."""
-    moments = evidence.moments_for(weighting)
-    return {
-        path: ranked_sets(
-            moments[path], heads, num_heads, num_kv_heads, ridge=evidence.ridge, root=evidence.root(path, weighting)
-        )
-        for path, heads in evidence.heads.items()
-    }
-
-
-class UniformShrinker(BaseShrinker):
-    """A model, its evidence, and the uniform layouts that a native class can hold."""
-
-    search_action = "exchanged within layers"
-
-    def __init__(
-        self,
-        evidence: Evidence,
-        *,
-        weighting: Weighting = "token",
-        layouts: Sequence[UniformLayout] | None = None,
-        work: Workload | None = None,
-    ) -> None:
-        """Set up the layouts to choose from, largest first; by default all that a native class can hold."""
-        super().__init__(evidence, weighting=weighting, work=work)
-        self.layouts = tuple(uniform_layouts(self.model, evidence.stack) if layouts is None else layouts)
-        self._sets: dict[UniformLayout, dict[str, list[RankedSet]]] = {}
-
-    def sets(self, layout: UniformLayout) -> dict[str, list[RankedSet]]:
-        """Return, for every layer, the sets of heads to prune, cheapest first."""
-        if layout not in self._sets:
-            self._sets[layout] = uniform_sets(self.evidence, layout.num_heads, layout.num_kv_heads, self.weighting)
-        return self._sets[layout]
-
-    def removed(self, layout: UniformLayout) -> RemovedHeads:
-        """Return the heads to prune, by layer."""
-        return {path: layer_sets[0].heads for path, layer_sets in self.sets(layout).items() if layer_sets[0].heads}
-
-    def meet_target(self, target: Target) -> RemovedHeads:
-        """Return the heads to prune for the largest layout that meets a target; raises if none does."""
-        return self.removed(self._largest_meeting(target))
-
-    def _largest_meeting(self, target: Target) -> UniformLayout:
-        groups = {path: heads.readers for path, heads in self.evidence.heads.items()}
-        # Which heads are removed matters where heads do not read KV heads in order.
-        return _largest_meeting(
-            target, self.layouts, groups, self.size, fits=lambda x: fits_native(self.model, self.removed(x))
-        )
-
-    def search_measurements(self, tries: int = TRIES) -> int:
-        """Return the maximum number of measurements of a search."""
-        return tries
-
-    def _search(self, target: Target, measure: Measure, tries: int) -> tuple[RemovedHeads, RemovedHeads, float, float]:
-        """Try other sets of heads of the same layout in each layer, by `refined_sets`; return as the base class."""
-        layout = self._largest_meeting(target)
-        chosen, loss, first_loss = refined_sets(
-            self.sets(layout), lambda path, heads: self.compensated({path: heads})[path], measure, tries=tries
-        )
-        return {path: heads for path, heads in chosen.items() if heads}, self.removed(layout), loss, first_loss
-
-    def stages(self) -> list[RemovedHeads]:
-        """Return the heads to prune for each layout, the fewest first; they need not contain each other."""
-        return [self.removed(layout) for layout in self.layouts]
-
-    def choices(self, *, seeds: Sequence[int] = SEEDS) -> list[Choice]:
-        """Return the heads to prune for each layout, for the curve; evenly spaced layouts if there are many."""
-        count = min(len(self.layouts), MAX_LAYOUTS)
-        some = [self.layouts[place * (len(self.layouts) - 1) // max(count - 1, 1)] for place in range(count)]
-        return [Choice(self.removed(x), tuple(self._random(x, seed) for seed in seeds), str(x)) for x in some]
-
-    def summary(self, removed: Mapping[str, Sequence[int]]) -> str:
-        """Describe the number of pruned heads and the remaining layout."""
-        path, heads = next(iter(self.evidence.heads.items()))
-        remaining = [head for head in range(heads.num_heads) if head not in removed.get(path, ())]
-        layout = UniformLayout(len(remaining), len({heads.key_heads[head] for head in remaining}))
-        return f"{super().summary(removed)}, {layout} heads/KV heads remain in every layer"
-
-    def _random(self, layout: UniformLayout, seed: int) -> RemovedHeads:
-        """Return random heads to prune for a layout, as a control."""
-        generator = torch.Generator().manual_seed(seed)
-        by_layer = {}
-        for path, heads in self.evidence.heads.items():
-            groups = [heads.readers[key] for key in _permutation(len(heads.readers), generator)]
-            removed = any_heads_for(
-                [[readers[place] for place in _permutation(len(readers), generator)] for readers in groups], layout
-            )
-            if removed:
-                by_layer[path] = removed
-        return by_layer
-
-
-def _permutation(count: int, generator: torch.Generator) -> list[int]:
-    """Return a random permutation of the numbers below `count`."""
-    return [int(x) for x in torch.randperm(count, generator=generator)]

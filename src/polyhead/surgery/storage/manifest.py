@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from polyhead.errors import CheckpointError, ShapeError
-from polyhead.files import as_type, read_json
+from polyhead.files import as_type, build, read_json
 from polyhead.geometry import HeadLayout, HeadOrigins
 from polyhead.surgery.native.padding import Padding
 from polyhead.surgery.options import FORMS, Form
@@ -46,7 +46,7 @@ class Manifest:
             "architecture": self.architecture,
             "fingerprint": self.fingerprint,
             "layers": {path: layout.to_dict() for path, layout in self.layers.items()},
-            "paddings": {path: padding.to_dict() for path, padding in self.paddings.items()},
+            "paddings": {path: asdict(padding) for path, padding in self.paddings.items()},
             "shared": dict(self.shared),
         }
         if self.origins is not None:
@@ -80,7 +80,7 @@ class Manifest:
                 architecture=as_type(content["architecture"], str, "architecture"),
                 fingerprint=as_type(content["fingerprint"], str, "fingerprint"),
                 layers={path: HeadLayout.from_dict(one) for path, one in content["layers"].items()},
-                paddings={path: Padding.from_dict(one) for path, one in content["paddings"].items()},
+                paddings={path: build(Padding, one) for path, one in content["paddings"].items()},
                 shared=as_type(content["shared"], Mapping[str, str], "shared"),
                 origins=None if origins is None else {path: HeadOrigins.from_dict(x) for path, x in origins.items()},
                 undo=as_type(content.get("undo"), str | None, "undo"),
