@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring.markdown import markdown_table
 from benchmarks.surgery_quality.language import LanguageTask
 from benchmarks.surgery_quality.sentences import LONGEST
 from benchmarks.surgery_quality.tasks import Batch
@@ -370,7 +371,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         heads = ["", "lost, held out", "lost, calibrated", *([] if figure is None else [figure])]
         heads += [f"less lost than {way}" for way in ("pruned", "best_pruned")]
         heads += [] if figure is None else [f"better {figure} than {way}" for way in ("pruned", "best_pruned")]
-        lines += ["", f"{kind}s that were tried: {len(own)}", "", _row(heads), _row(["---"] * len(heads))]
+        table = []
         for way, words in WAYS.items():
             have = [row for row in own if way in row["held_out"]]
             if not have:
@@ -381,7 +382,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
                 for other in ("pruned", "best_pruned"):
                     wins = sum(better(row, way, other) for row in have)
                     cells.append(f"{wins} of {len(have)}" if way in AS_ONE else "")
-            lines.append(_row(cells))
+            table.append(cells)
+        lines += ["", f"{kind}s that were tried: {len(own)}", "", *markdown_table(heads, *table)]
     return "\n".join(lines)
 
 
@@ -400,7 +402,3 @@ def _is_better(row: Mapping[str, Any], way: str, other: str) -> bool:
     name = _compared(row)
     ours, theirs = (row["whole"][x][name][0] for x in (way, other))
     return bool(ours > theirs if name == "cosine" else ours < theirs)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +37,7 @@ def alarms(
 
     from benchmarks.alarms.outcomes import outcomes, summary
     from benchmarks.alarms.runs import study
+    from benchmarks.measuring.json_lines import write_rows
     from polyhead.costs.measuring import machine_facts
     from polyhead.errors import OptionError
 
@@ -50,7 +50,7 @@ def alarms(
         typer.echo(f"{name}: {len(runs)} runs")
     if output is not None:
         facts = {**machine_facts.describe(torch.device("cpu"), commit), "split": split, "quick": quick}
-        output.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *rows)), encoding="utf-8")
+        write_rows(output, facts, rows)
     typer.echo(summary(rows))
 
 
