@@ -25,9 +25,9 @@ from benchmarks.measuring.calls import drawn, without_gradients
 from benchmarks.measuring.cases import REPETITIONS, Case, Entrants, Pair, Run, Step
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders, decode
-from benchmarks.statistics_speed.attention import logsumexp_of, profile_of
+from benchmarks.statistics_speed.attention import enter_ours, enter_profile, enter_sdpa, enter_step
 from benchmarks.statistics_speed.contenders import CUDNN, PENALTY, PROFILE, WITH, TrainingStep
-from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients, check_profile
+from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found
 from benchmarks.statistics_speed.places import DECODE_STATISTICS, ROW_STATISTICS, Shape
 from benchmarks.statistics_speed.problem import Problem
 from benchmarks.variant_speed.routed import DENSE, check_routed
@@ -131,7 +131,7 @@ def attention(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Ca
     """`attention(query, key, value, mask=...)` without any other argument."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     exact = Exact(problem, seed=run.seed)
-    found.enter(OURS, lambda: _ours(problem), lambda result: exact.check(OURS, Found(result.output)))
+    found.enter(OURS, lambda: contenders.ours(problem), lambda result: exact.check(OURS, Found(result.output)))
     yield found.case(_named("attention", causal), text, [Pair(OURS, _baseline(found, exact), bound)])
 
 
@@ -141,8 +141,8 @@ def statistics(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[C
     exact = Exact(problem, seed=run.seed)
     ways: dict[str, dict[str, Any]] = {WITH: {"finite": True}, contenders.GUARDED: {}}
     for name, options in ways.items():
-        build = functools.partial(_ours, problem, statistics=ROW_STATISTICS, **options)
-        found.enter(name, build, functools.partial(_check_rows, exact, name))
+        build = functools.partial(contenders.ours, problem, statistics=ROW_STATISTICS, **options)
+        enter_ours(found, exact, name, build)
     baseline = _baseline(found, exact)
     yield found.case(
         _named("statistics", causal), text, [Pair(WITH, baseline, bound), Pair(contenders.GUARDED, baseline)]
@@ -160,12 +160,7 @@ def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, fl
     }
     found = Entrants()
     for name, build in builds.items():
-        through = short.entropy_upstream if name == PENALTY else None
-
-        def check(_: object, name: str = name, build: Any = build, through: Tensor | None = through) -> None:
-            check_gradients(name, short.problem, build(short)(), short.upstream, through)
-
-        found.enter(name, functools.partial(build, step), check)
+        enter_step(found, name, build, step, short)
     with_statistics, through_entropy = bound
     pairs = [Pair(WITH, CUDNN, with_statistics), Pair(PENALTY, CUDNN, through_entropy)]
     yield found.case(_named("forward + backward", causal), text, pairs)
@@ -176,17 +171,13 @@ def dense(run: Run, *, text: str, bounds: Both) -> Iterator[Case]:
     problem = Problem.draw(run, Shape.parse(text), causal=True)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     exact, found = Exact(problem, seed=run.seed), Entrants()
-    found.enter(WITH, functools.partial(_dense_ours, problem), lambda result: _check_rows(exact, WITH, result))
+    enter_ours(found, exact, WITH, functools.partial(_dense_ours, problem))
     found.enter(PYTORCH, functools.partial(_dense_pytorch, problem), lambda output: exact.check(PYTORCH, Found(output)))
     forward, backward = bounds
     yield found.case("dense causal mask", text, [Pair(WITH, PYTORCH, forward)])
     found = Entrants()
     for name, build in ((WITH, _dense_ours), (PYTORCH, _dense_pytorch)):
-
-        def check(_: object, name: str = name, build: Any = build) -> None:
-            check_gradients(name, short.problem, _dense_step(build, short)(), short.upstream, None)
-
-        found.enter(name, functools.partial(_dense_step, build, step), check)
+        enter_step(found, name, functools.partial(_dense_step, build), step, short)
     yield found.case("dense causal mask, forward + backward", text, [Pair(WITH, PYTORCH, backward)])
 
 
@@ -203,15 +194,8 @@ def _dense_pytorch(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -
 
 
 def _dense_step(build: Callable[..., Any], step: TrainingStep) -> Callable[[], tuple[Tensor, ...]]:
-    return _gradients(build(step.problem, step.leaves), step)
+    forward = build(step.problem, step.leaves)
 
-
-def _lower_triangle(problem: Problem) -> Tensor:
-    tokens = problem.shape.tokens
-    return torch.ones((tokens, tokens), dtype=torch.bool, device=problem.query.device).tril()
-
-
-def _gradients(forward: Callable[[], Any], step: TrainingStep) -> Callable[[], tuple[Tensor, ...]]:
     def call() -> tuple[Tensor, ...]:
         result = forward()
         output = result if isinstance(result, Tensor) else result.output
@@ -220,16 +204,15 @@ def _gradients(forward: Callable[[], Any], step: TrainingStep) -> Callable[[], t
     return call
 
 
+def _lower_triangle(problem: Problem) -> Tensor:
+    tokens = problem.shape.tokens
+    return torch.ones((tokens, tokens), dtype=torch.bool, device=problem.query.device).tril()
+
+
 def profiles(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
     """Column sums and a block map of 64 x 64, given the log-sum-exp, against the whole forward."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
-    logsumexp = logsumexp_of(found, problem)
-    if logsumexp is not None:
-        found.enter(
-            PROFILE,
-            lambda: profile_of(problem, logsumexp, BlockMap(block=(64, 64))),
-            lambda result: check_profile(PROFILE, problem, logsumexp, result),
-        )
+    enter_profile(found, problem, BlockMap(block=(64, 64)))
     yield found.case(_named("profile", causal), text, [Pair(PROFILE, _baseline(found, Exact(problem)), bound)])
 
 
@@ -245,7 +228,7 @@ def one_token(run: Run, *, text: str, bound: float) -> Iterator[Case]:
     """One query with statistics through `attention` itself, as replays of a CUDA graph."""
 
     def ours(problem: Problem) -> Callable[[], Found]:
-        call = _ours(problem, statistics=DECODE_STATISTICS, logsumexp=True, finite=True)
+        call = contenders.ours(problem, statistics=DECODE_STATISTICS, logsumexp=True, finite=True)
         return lambda: Found.of(call())
 
     yield from decode.one_token(run, Shape.parse(text), ours=ours, bound=bound)
@@ -299,15 +282,15 @@ def host(run: Run) -> Iterator[Case]:
     plain, masked = (Problem.draw(run, SHORT, causal=causal) for causal in (False, True))
     step = TrainingStep(plain, seed=run.seed)
     ours: dict[str, Callable[[], object]] = {
-        "attention": _ours(plain),
-        "attention, causal": _ours(masked),
-        "statistics": _ours(plain, statistics=ROW_STATISTICS, finite=True),
+        "attention": contenders.ours(plain),
+        "attention, causal": contenders.ours(masked),
+        "statistics": contenders.ours(plain, statistics=ROW_STATISTICS, finite=True),
         "forward + backward": step.ours(backend="auto"),
     }
     theirs: dict[str, Callable[[], object]] = {
-        "attention": _pytorch(plain),
-        "attention, causal": _pytorch(masked),
-        "statistics": _pytorch(plain),
+        "attention": contenders.pytorch(plain),
+        "attention, causal": contenders.pytorch(masked),
+        "statistics": contenders.pytorch(plain),
         "forward + backward": step.sdpa(None),
     }
     figures = [
@@ -336,38 +319,13 @@ def host_microseconds(
     return sorted(differences)[rounds // 2]
 
 
-def _ours(problem: Problem, **options: Any) -> Callable[[], polyhead.AttentionOutput]:
-    query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
-
-    def call() -> polyhead.AttentionOutput:
-        with torch.no_grad():
-            return polyhead.attention(query, key, value, mask=mask, **options)
-
-    return call
-
-
-def _pytorch(problem: Problem) -> Callable[[], Tensor]:
-    query, key, value, causal = problem.query, problem.key, problem.value, problem.causal
-    grouped = problem.shape.group > 1
-
-    def call() -> Tensor:
-        with torch.no_grad():
-            return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
-
-    return call
-
-
 def _baseline(found: Entrants, exact: Exact) -> str:
     """Enter the call that ours replaces, and return its name."""
-    name, build = PYTORCH, functools.partial(_pytorch, exact.problem)
     if exact.problem.query.is_cuda:
-        name, build = CUDNN, functools.partial(contenders.sdpa, exact.problem, CUDNN)
-    found.enter(name, build, lambda output: exact.check(name, Found(output)))
-    return name
-
-
-def _check_rows(exact: Exact, name: str, result: polyhead.AttentionOutput) -> None:
-    exact.check_ours(name, Found.of(result))
+        enter_sdpa(found, exact, CUDNN)
+        return CUDNN
+    found.enter(PYTORCH, lambda: contenders.pytorch(exact.problem), lambda output: exact.check(PYTORCH, Found(output)))
+    return PYTORCH
 
 
 def _check_layer(name: str, x: Tensor, weights: Weights, seed: int, output: Tensor) -> None:
