@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,15 +65,13 @@ _CPU_SECONDS = 20.0
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
     """The places of a run: the large models on a GPU, or else MiniLM on the CPU."""
     if gpu is None:
-        run = Run(torch.device("cpu"), torch.float32, seed=seed, seconds=_CPU_SECONDS)
-        run = replace(run, seconds=2.0, repetitions=0) if quick else run
+        run = Run.on(gpu, seed=seed, quick=quick, seconds=2.0 if quick else _CPU_SECONDS)
         model = load_model("minilm").model
         return [
             Step("inspection", f"MiniLM, {batch} x {MINILM_TOKENS}", run, functools.partial(minilm, run, model, batch))
             for batch in ((1,) if quick else (1, 8))
         ]
-    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_SECONDS, fewest=_FEWEST)
-    run = replace(run, seconds=1.0, repetitions=0) if quick else run
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=1.0 if quick else _SECONDS, fewest=_FEWEST)
     return [
         Step("inspection", f"{place}, {place.kind}", run, functools.partial(measure, run, place))
         for place in (QUICK if quick else PLACES)

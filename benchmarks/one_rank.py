@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ METHODS: dict[str, tuple[Any, bool]] = {
 STATISTICS = ("entropy", "max_logit", "mean_distance")
 PARTS = ("tensor", "context")
 BOUND = 1.03
-QUICK: dict[str, Any] = {"seconds": 1.0, "repetitions": 0}
+QUICK: dict[str, Any] = {"seconds": 1.0}
 DIM = "ranks"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Width, layers, heads, batch, tokens; and batch, heads, tokens, head_dim.
@@ -51,8 +50,7 @@ def plan(
     only: Sequence[str] = PARTS, *, quick: bool = False, seed: int = 0, gpu: torch.device | None = None
 ) -> list[Step]:
     """The places of a run: in bfloat16 on a GPU, or else small ones on the CPU, without bounds."""
-    run = Run(gpu or torch.device("cpu"), torch.float32 if gpu is None else torch.bfloat16, seed=seed)
-    run = replace(run, **QUICK) if quick else run
+    run = Run.on(gpu, seed=seed, quick=quick, **(QUICK if quick else {}))
     places: dict[str, tuple[Any, Any]] = {"tensor": (MODELS, tensor), "context": (CALLS, context)}
     steps = []
     for part in PARTS:

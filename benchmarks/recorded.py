@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
-from benchmarks.measuring.cases import REPETITIONS, Case, Entrants, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step
 from polyhead import Mask
 
 CUDNN, FLASH, EFFICIENT = "cuDNN", "PyTorch's flash", "PyTorch's efficient"
@@ -41,7 +41,7 @@ SHAPES = [
 
 def plan(*, quick: bool, seed: int, gpu: torch.device) -> list[Step]:
     """Every shape, with a causal mask and without; the first three for a quick look."""
-    run = Run(gpu, torch.bfloat16, ALTERNATIONS, seed, SECONDS, repetitions=0 if quick else REPETITIONS)
+    run = Run.on(gpu, seed=seed, quick=quick, alternations=ALTERNATIONS, seconds=SECONDS)
     return [
         Step("recorded", str(shape), run, functools.partial(recorded, run, shape, causal))
         for shape in SHAPES[: 3 if quick else None]

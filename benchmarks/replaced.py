@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from benchmarks.layer_speed import agreement
 from benchmarks.layer_speed import contenders as layer_contenders
 from benchmarks.layer_speed.contenders import FUSED_QKV, PLAIN, TORCH, Polyhead, Weights
 from benchmarks.measuring.calls import drawn, without_gradients
-from benchmarks.measuring.cases import REPETITIONS, Case, Entrants, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders, decode
 from benchmarks.statistics_speed.attention import enter_ours, enter_profile, enter_sdpa, enter_step
@@ -81,9 +80,7 @@ SECONDS, QUICK_SECONDS = 1.5, 0.3
 
 def plan(only: tuple[str, ...] | list[str], *, quick: bool, seed: int, device: torch.device) -> list[Step]:
     """The rows of the table; a CPU has those of ON_A_CPU, a quick look the first shape of each part."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    run = Run(device, dtype, seed=seed, seconds=SECONDS, repetitions=REPETITIONS)
-    run = replace(run, seconds=QUICK_SECONDS, repetitions=0) if quick else run
+    run = Run.on(device, seed=seed, quick=quick, seconds=QUICK_SECONDS if quick else SECONDS)
     parts = [part for part in PARTS if part in only and (device.type == "cuda" or part in ON_A_CPU)]
     steps = []
     for part in parts:

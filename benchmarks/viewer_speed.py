@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.cases import REPETITIONS, Case, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Pair, Run, Step
 from benchmarks.measuring.verdicts import Figure
 from polyhead.costs.measuring.runner import Timings
 from polyhead.masks import Mask
@@ -45,9 +45,7 @@ class Place:
 
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
     """32,768 tokens on a CPU, 131,072 on a GPU; an eighth of it for a quick look."""
-    device = torch.device("cpu") if gpu is None else gpu
-    dtype = torch.float32 if gpu is None else torch.bfloat16
-    run = Run(device, dtype, seed=seed, seconds=_SECONDS, fewest=_FEWEST, repetitions=0 if quick else REPETITIONS)
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=_SECONDS, fewest=_FEWEST)
     tokens = (32_768 if gpu is None else 131_072) // (8 if quick else 1)
     places = [Place(tokens, causal) for causal in (True, False)]
     return [Step("viewer", str(place), run, functools.partial(measure, run, place)) for place in places]

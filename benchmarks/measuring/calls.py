@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,19 @@ def without_gradients(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return forward
 
 
+def with_backward(call: Callable[[], Tensor], leaves: Sequence[Tensor], upstream: Tensor) -> Callable[[], Tensor]:
+    """Return the call followed by its backward, which leaves the gradients of `leaves` in them."""
+
+    def both() -> Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        output = call()
+        output.backward(upstream)
+        return output.detach()
+
+    return both
+
+
 def step(
     call: Call, x: Tensor, upstream: Tensor, parameters: list[nn.Parameter], training: bool
 ) -> Callable[[], Tensor]:
@@ -39,15 +52,7 @@ def step(
     if not training:
         return without_gradients(lambda: call(x))
     leaf = x.detach().clone().requires_grad_()
-
-    def whole() -> Tensor:
-        for tensor in (leaf, *parameters):
-            tensor.grad = None
-        output = call(leaf)
-        output.backward(upstream)
-        return output.detach()
-
-    return whole
+    return with_backward(lambda: call(leaf), (leaf, *parameters), upstream)
 
 
 def on_its_own(build: Callable[[], Callable[[], Tensor]], device: torch.device) -> Callable[[], Callable[[], Tensor]]:

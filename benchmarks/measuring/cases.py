@@ -34,6 +34,13 @@ class Run:
     fewest: int = FEWEST
     repetitions: int = REPETITIONS
 
+    @classmethod
+    def on(cls, device: torch.device | None, *, seed: int, quick: bool = False, **options: Any) -> Run:
+        """Return a run in bfloat16 on a GPU, or in float32 on the CPU, also for None; a quick one repeats no row."""
+        device = device or torch.device("cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return cls(device, dtype, seed=seed, repetitions=0 if quick else REPETITIONS, **options)
+
     def inputs(self, *size: int, salt: int = 0) -> Tensor:
         """Random numbers, never zeros: some processors are faster on zeros.
 

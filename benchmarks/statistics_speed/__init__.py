@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,8 +15,7 @@ from polyhead.errors import OptionError
 
 __all__ = ["PARTS", "Shape", "plan"]
 
-_GPU_SECONDS, _GPU_QUICK_SECONDS = 1.0, 0.4  # of one place, warming up apart
-_CPU_SECONDS, _CPU_QUICK_SECONDS = 20.0, 4.0
+_SECONDS = {"cuda": (1.0, 0.4), "cpu": (20.0, 4.0)}  # of one place, warming up apart; of a quick look
 _QUICK_ALTERNATIONS, _QUICK_FEWEST = 11, 3
 
 
@@ -42,12 +42,8 @@ def plan(
 
 
 def _run(device: torch.device, quick: bool, seed: int) -> Run:
-    if device.type == "cpu":
-        seconds, dtype = _CPU_QUICK_SECONDS if quick else _CPU_SECONDS, torch.float32
-    else:
-        seconds, dtype = _GPU_QUICK_SECONDS if quick else _GPU_SECONDS, torch.bfloat16
-    run = Run(device, dtype, seed=seed, seconds=seconds)
-    return Run(device, dtype, _QUICK_ALTERNATIONS, seed, seconds, _QUICK_FEWEST, repetitions=0) if quick else run
+    options: dict[str, Any] = {"alternations": _QUICK_ALTERNATIONS, "fewest": _QUICK_FEWEST} if quick else {}
+    return Run.on(device, seed=seed, quick=quick, seconds=_SECONDS[device.type][quick], **options)
 
 
 def _gpu_steps(part: str, run: Run, shapes: Sequence[Shape], quick: bool) -> Iterator[Step]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.calls import drawn, on_its_own, without_gradients
-from benchmarks.measuring.cases import REPETITIONS, Case, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Pair, Run, Step
 from benchmarks.measuring.verdicts import Figure
 from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.measuring.runner import ALTERNATIONS
@@ -92,10 +92,8 @@ def chains(block: Block, run: Run) -> dict[str, Chain]:
 
 def plan(*, quick: bool, seed: int, gpu: torch.device | None) -> list[Step]:
     """The blocks of this machine: MiniLM's on a CPU, in float32; Llama's on a GPU, in bfloat16 and as a CUDA graph."""
-    device = torch.device("cpu") if gpu is None else gpu
-    dtype = torch.float32 if gpu is None else torch.bfloat16
-    run = Run(device, dtype, 7 if quick else ALTERNATIONS, seed, repetitions=0 if quick else REPETITIONS)
-    blocks = BLOCKS["cpu" if gpu is None else "cuda"]
+    run = Run.on(gpu, seed=seed, quick=quick, alternations=7 if quick else ALTERNATIONS)
+    blocks = BLOCKS[run.device.type]
     return [Step("surgery", block.name, run, functools.partial(block_cases, block, run)) for block in blocks]
 
 

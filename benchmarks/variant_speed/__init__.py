@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -22,9 +21,7 @@ def plan(only: Sequence[str] = PARTS, *, quick: bool = False, seed: int = 0, gpu
         raise OptionError(f"a part is one of {', '.join(PARTS)}; got {', '.join(unknown)}")
     if gpu is None:
         return []
-    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_SECONDS)
-    if quick:
-        run = replace(run, seconds=_QUICK_SECONDS, repetitions=0)
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=_QUICK_SECONDS if quick else _SECONDS)
     steps = []
     for part in PARTS:
         if part in only:

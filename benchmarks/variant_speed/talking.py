@@ -10,7 +10,7 @@ from torch import Tensor
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.calls import FORWARD, TRAINING
+from benchmarks.measuring.calls import FORWARD, TRAINING, with_backward, without_gradients
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from polyhead import Mask
 from polyhead.ops.talking_heads.api import talking_attention
@@ -68,20 +68,9 @@ def _step(
     call: Callable[..., Tensor], tensors: tuple[Tensor, ...], upstream: Tensor, training: bool
 ) -> Callable[[], Tensor]:
     if not training:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call(*tensors)
-
-        return forward
+        return without_gradients(lambda: call(*tensors))
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-
-    def whole() -> Tensor:
-        output = call(*leaves)
-        torch.autograd.grad(output, leaves, upstream, allow_unused=True)  # ordinary heads read no mixes
-        return output.detach()
-
-    return whole
+    return with_backward(lambda: call(*leaves), leaves, upstream)
 
 
 def _formula(tensors: list[Tensor], causal: bool) -> Tensor:

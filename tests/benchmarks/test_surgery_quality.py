@@ -314,7 +314,7 @@ def test_half_of_the_heads_are_half_of_the_counted_block():
     assert [layer.layout.num_heads for layer in found[timing.FEWER].layers] == [2, 2]
     (row,) = rows_of(timing.block_cases(block, run), run)
     assert [(c.subject, c.against, c.bound) for c in row.comparisons] == [(timing.FEWER, timing.WHOLE, 1.1 * 0.5)]
-    for gpu in (None, torch.device("meta")):  # only planned, not run
+    for gpu in (None, torch.device("cuda")):  # only planned, not run
         steps = timing.plan(quick=True, seed=0, gpu=gpu)
         assert [step.place for step in steps] == [x.name for x in timing.BLOCKS["cpu" if gpu is None else "cuda"]]
     assert sum(map(len, timing.BLOCKS["cpu"][1].gone)) == 36
