@@ -15,7 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_transforms, find_layers, fingerprint, undo
+from polyhead.surgery import (
+    EditRecord,
+    GroupQueries,
+    KeyTransform,
+    apply,
+    find_key_transforms,
+    find_layers,
+    fingerprint,
+    undo,
+)
 from polyhead.surgery.kv_sharing.align import AlignHeads
 from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.grouping import neighbours
@@ -31,9 +40,7 @@ def pooled(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
 
 def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
     """The same mean after the exact symmetries brought heads as near to each other as they come."""
-    forms = find_key_transforms(task.model, task.calibration[0])
-    layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
-    edits = []
+    layers, edits = _transforms(task), []
     for edit in _neighbours(task.model, count, GroupQueries):
         transform = layers[edit.layer, edit.stack]
         edits += [AlignHeads(edit.layer, edit.groups, transform, stack=edit.stack), edit]
@@ -42,8 +49,7 @@ def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
 
 def weights_alone(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
     """Shared in closed form by the weights, without any text."""
-    forms = find_key_transforms(task.model, task.calibration[0])
-    layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
+    layers = _transforms(task)
     plain = _neighbours(task.model, count, ShareKeys)
     return apply(task.model, [ShareKeys(x.layer, x.groups, layers[x.layer, x.stack], stack=x.stack) for x in plain])
 
@@ -104,6 +110,12 @@ def _figures(task: Any, splits: Sequence[Any]) -> dict[str, Any]:
         split: {name: [round(x.value, 5), round(x.error, 5)] for name, x in task.figures(split).items()}
         for split in splits
     }
+
+
+def _transforms(task: Any) -> dict[tuple[int, str], KeyTransform]:
+    """Return the changes of basis that keys allow, by the number and the stack of a layer."""
+    forms = find_key_transforms(task.model, task.calibration[0])
+    return {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
 
 
 def _neighbours(model: nn.Module, count: int, edit: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import polyhead
 from benchmarks.measuring.agreement import hold
+from benchmarks.measuring.calls import default_dtype
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, tidy
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed.places import ROW_STATISTICS
@@ -132,15 +133,10 @@ def _model(run: Run, place: Place) -> nn.Module:
         "use_cache": False,
     }
     torch.manual_seed(run.seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(run.dtype)
-    try:
-        with torch.device(run.device):
-            if place.kind == "sliding window":
-                return MistralModel(MistralConfig(**sizes, sliding_window=4096)).eval()
-            return LlamaModel(LlamaConfig(**sizes)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(run.dtype), torch.device(run.device):
+        if place.kind == "sliding window":
+            return MistralModel(MistralConfig(**sizes, sliding_window=4096)).eval()
+        return LlamaModel(LlamaConfig(**sizes)).eval()
 
 
 def twin_of(model: nn.Module) -> nn.Module:

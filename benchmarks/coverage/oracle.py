@@ -23,8 +23,8 @@ aten = torch.ops.aten
 _PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0}  # position of the first operand
 _SOFTMAXES = (aten._softmax, aten._safe_softmax)
 # Operators whose results are no longer logits or weights.
-_ENDS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten.convolution, aten.embedding)
-_SUMS = (aten.sum, aten.mean)
+_NORMS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm)
+_ENDS = (*_NORMS, aten.convolution, aten.embedding, aten.sum, aten.mean)
 _COPIES = (aten.clone, aten._to_copy, aten.repeat)
 
 
@@ -42,7 +42,6 @@ class Softmax:
     is_product: bool  # whether its logits are a product of activations
     lowest: float = 0.0  # the lowest value of that product, or 0
     keys: set[int] = field(default_factory=set)  # sizes over which products contract it
-    is_summed: bool = False
     ordinals: dict[str, int] = field(default_factory=dict)
     multiplied: int = 0  # number of products before that with its values
 
@@ -125,9 +124,6 @@ class _Recorder(TorchDispatchMode):
             self._softmax("exp", logits, args[0], result)
         elif packet is aten.logsumexp and _address(args[0]) in self.products and len(self.stack):
             self.scaled.add(self.stack[-1].path)
-        elif packet in _SUMS:
-            for number in {n for x in inputs for n in self._numbers(x)}:
-                self.softmaxes[number].is_summed = True
         elif packet not in _ENDS:
             if lows := [self.products[_address(x)][1] for x in inputs if _address(x) in self.products]:
                 for output in outputs:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,17 @@ WITH_PYTHON = ", with its Python"  # of a call that is no CUDA graph
 CHECKED_TOKENS = 256  # of which the formula is computed in float64
 
 Call = Callable[[Tensor], Tensor]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Return a context with another default dtype of new tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def caches_beyond(l2: int, cache: int) -> int:

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.sources.texts import default_documents
 
 BYTES = 256
 HELD_OUT = 0.1  # of the text, from its end
+
+
+def english_text() -> str:
+    """Return the English documents of the package, one after the other."""
+    return "\n".join(document.text for document in default_documents() if document.name.startswith("en"))
 
 
 @dataclass(frozen=True, eq=False)
