@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.cases import Run
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from polyhead.costs.measuring.gpu import TIMES_L2, replayed
 
 FORWARD, TRAINING = "forward", "forward + backward"
@@ -77,6 +79,39 @@ def on_its_own(build: Callable[[], Callable[[], Tensor]], device: torch.device) 
         return lambda: replay()[0]
 
     return graphed
+
+
+def layer_cases(
+    bench: str,
+    place: str,
+    run: Run,
+    x: Tensor,
+    contenders: Mapping[str, tuple[nn.Module, Call]],
+    check: Callable[[str, nn.Module, Call, Tensor], object],
+    pairs: Callable[[str, bool], Sequence[Pair]],
+) -> Iterator[Case]:
+    """Yield forward and training of layers, each as CUDA graphs on a GPU and with the Python of the calls.
+
+    Args:
+        bench, place: name of the cases, without their mode, and their shape.
+        run: settings of the run.
+        x: input of all contenders.
+        contenders: by name a layer, whose parameters get gradients, and the function that is timed.
+        check: called with each contender and its output before it is timed.
+        pairs: returns the comparisons of a mode, with graphs or without.
+    """
+    upstream = run.inputs(*x.shape, salt=2)
+    for mode, graphed in itertools.product((FORWARD, TRAINING), (True, False)):
+        found = Entrants()
+        for name, (layer, call) in contenders.items():
+            build: Callable[[], Callable[[], Tensor]] = functools.partial(
+                step, call, x, upstream, list(layer.parameters()), mode == TRAINING
+            )
+            build = on_its_own(build, run.device) if graphed else build
+            found.enter(name, build, functools.partial(check, name, layer, call))
+        yield found.case(f"{bench}, {mode}" + ("" if graphed else WITH_PYTHON), place, pairs(mode, graphed))
+        for layer, _ in contenders.values():
+            layer.zero_grad(set_to_none=True)
 
 
 def drawn(layer: nn.Module, run: Run) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,16 +12,7 @@ from torch import Tensor, nn
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.calls import (
-    CHECKED_TOKENS,
-    FORWARD,
-    TRAINING,
-    WITH_PYTHON,
-    check,
-    drawn,
-    on_its_own,
-    step,
-)
+from benchmarks.measuring.calls import CHECKED_TOKENS, FORWARD, TRAINING, check, drawn, layer_cases, on_its_own
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 from polyhead import Mask
 from polyhead.layers import MultiHeadAttention
@@ -56,26 +46,19 @@ def layers(run: Run, place: Place, causal: bool) -> Iterator[Case]:
     """
     options: dict[str, Any] = {"head_dim": place.head_dim, "causal": causal, "bias": False, "finite": True}
     x = run.inputs(1, place.tokens, place.width, salt=1)
-    upstream = run.inputs(*x.shape, salt=2)
     chosen = {k: RoutedHeads(place.width, place.heads, top_k=k, **options) for k in (8, 16)}
     every: dict[str, nn.Module] = {DENSE: MultiHeadAttention(place.width, place.heads, num_kv_heads=1, **options)}
     every |= {_ours(k, place): layer for k, layer in chosen.items()}
     modules = {name: drawn(layer, run) for name, layer in every.items()}
-    for mode, graphed in itertools.product((FORWARD, TRAINING), (True, False)):
-        found = Entrants()
-        for name, module in modules.items():
-            build: Callable[[], Callable[[], Tensor]] = functools.partial(
-                step, functools.partial(_output, module), x, upstream, list(module.parameters()), mode == TRAINING
-            )
-            build = on_its_own(build, run.device) if graphed else build
-            found.enter(name, build, functools.partial(_check_layer, name, module, x))
-        yield found.case(
-            f"routed, {mode}" + ("" if graphed else WITH_PYTHON),
-            f"{place}{', causal' if causal else ''}",
-            [Pair(_ours(k, place), DENSE, BOUNDS[k, mode] if graphed else None) for k in chosen],
-        )
-        for module in modules.values():
-            module.zero_grad(set_to_none=True)
+    yield from layer_cases(
+        "routed",
+        f"{place}{', causal' if causal else ''}",
+        run,
+        x,
+        {name: (module, functools.partial(_output, module)) for name, module in modules.items()},
+        lambda name, layer, *_: check_routed(name, layer, x),
+        lambda mode, graphed: [Pair(_ours(k, place), DENSE, BOUNDS[k, mode] if graphed else None) for k in chosen],
+    )
 
 
 def _output(layer: nn.Module, x: Tensor) -> Tensor:
@@ -85,10 +68,6 @@ def _output(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _ours(k: int, place: Place) -> str:
     return f"polyhead, {k} of {place.heads} heads"
-
-
-def _check_layer(name: str, layer: nn.Module, x: Tensor, _: object) -> None:
-    check_routed(name, layer, x)
 
 
 def check_routed(name: str, layer: nn.Module, x: Tensor) -> None:
