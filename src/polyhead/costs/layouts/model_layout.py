@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -164,7 +165,4 @@ def _read_group(number: int, content: Any) -> LayerGroup:
 
 def grouped(configs: Iterable[AttentionConfig]) -> tuple[LayerGroup, ...]:
     """Group equal configs, in order of first appearance."""
-    counts: dict[AttentionConfig, int] = {}
-    for config in configs:
-        counts[config] = counts.get(config, 0) + 1
-    return tuple(LayerGroup(config, count) for config, count in counts.items())
+    return tuple(LayerGroup(config, count) for config, count in Counter(configs).items())
