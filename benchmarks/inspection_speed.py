@@ -64,7 +64,7 @@ _CPU_SECONDS = 20.0
 
 
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
-    """The places of a run: the large models on a GPU, or else MiniLM on the CPU."""
+    """Return the steps of a run: large models on a GPU, or else MiniLM on the CPU."""
     if gpu is None:
         run = Run.on(gpu, seed=seed, quick=quick, seconds=2.0 if quick else _CPU_SECONDS)
         model = load_model("minilm").model
@@ -80,7 +80,7 @@ def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None)
 
 
 def measure(run: Run, place: Place) -> Iterator[Case]:
-    """One place; every contender is checked against the model in float64 first, on the beginning of the text."""
+    """Yield the case of a place, after every contender was checked against float64 on the beginning of the text."""
     model = _model(run, place)
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(VOCABULARY, (place.batch, place.tokens), generator=generator).to(run.device)
@@ -106,7 +106,7 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
 
 
 def _contender(name: str, model: nn.Module, place: Place, stack: ExitStack) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A forward, observed until the stack is closed; each on a model of its own around the same weights."""
+    """Return a forward that is observed until the stack is closed, of a model of its own with the same weights."""
     model = twin_of(model)
     if name == EAGER:
         model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -140,7 +140,7 @@ def _model(run: Run, place: Place) -> nn.Module:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Another model with the same parameters and buffers."""
+    """Return another model with the same parameters and buffers."""
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -170,14 +170,14 @@ def _peaks(timings: Timings) -> Sequence[Figure]:
     return figures
 
 
-# ---- on a CPU, the model that everybody has
+# ---- on a CPU: the packaged MiniLM
 
 MINILM_TOKENS = 256
 MINILM_BOUND = 2.0
 
 
 def minilm(run: Run, model: nn.Module, batch: int) -> Iterator[Case]:
-    """A real encoder of 6 layers and 12 heads at 256 tokens."""
+    """Yield the case of a trained encoder of 6 layers and 12 heads at 256 tokens."""
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(1000, 30_000, (batch, MINILM_TOKENS), generator=generator)
     inputs = {"input_ids": ids.to(run.device), "attention_mask": torch.ones_like(ids).to(run.device)}

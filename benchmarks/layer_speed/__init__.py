@@ -33,7 +33,7 @@ QUICK_ALTERNATIONS = 5
 def plan(
     only: Sequence[str], shapes: Sequence[Shape] | None, *, device: torch.device, quick: bool, seed: int
 ) -> list[Step]:
-    """Every part at every shape; the overhead has shapes of its own, at which the arithmetic vanishes."""
+    """Return the steps of every part at every shape; the overhead has small shapes of its own."""
     run = Run.on(device, seed=seed, quick=quick, alternations=QUICK_ALTERNATIONS if quick else ALTERNATIONS)
     places = shapes or [Shape.parse(text) for text in SHAPES[device.type]]
     return [
@@ -44,7 +44,7 @@ def plan(
 
 
 def file_name(device: torch.device, *, quick: bool, part: bool) -> str:
-    """One file a machine, so that a run replaces that of the same machine alone, and a look or a part no whole run."""
+    """Return the name of a machine's file; that of a quick or a partial run is another."""
     words = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

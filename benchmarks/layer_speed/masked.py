@@ -22,7 +22,7 @@ BUILT = "SDPA, mask built each call"
 
 
 def guard(run: Run, shape: Shape) -> Iterator[Case]:
-    """attention(mask=Mask.lengths) through `sdpa`, against `scaled_dot_product_attention` with the same mask."""
+    """Yield `attention(mask=Mask.lengths)` by `sdpa`, and `scaled_dot_product_attention` with the same mask."""
     size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
     query, key, value = tensors = [run.inputs(*size, salt=salt) for salt in (3, 4, 5)]
     upstream = run.inputs(*size, salt=6)
@@ -43,7 +43,7 @@ def guard(run: Run, shape: Shape) -> Iterator[Case]:
         exact = torch.where(dense.transpose(-2, -1), calls[BARE](), 0.0).double()
 
     def check(output: Tensor) -> None:
-        """Both run one kernel on the same numbers; what is left is the order of its blocks."""
+        """Allow for another order of the kernel's blocks alone, since both run it on the same numbers."""
         hold_within(GUARDED, output, exact, 4 * torch.finfo(output.dtype).eps * float(exact.abs().max()))
 
     for mode in (FORWARD, TRAINING):

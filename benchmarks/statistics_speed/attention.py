@@ -36,7 +36,7 @@ MAP = BlockMap(block=(128, 128))
 
 
 def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> Iterator[Case]:
-    """Ours with and without row statistics against kernels that give none, and FlexAttention, which gives two."""
+    """Yield ours with and without row statistics, kernels without any, and FlexAttention, which returns two."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
     found = Entrants()
@@ -64,7 +64,7 @@ def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> I
 
 
 def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
-    """Ours against the weights as a tensor with the same statistics; where they do not fit, that is the figure."""
+    """Yield ours and materialised weights with the same statistics; our time alone where the weights do not fit."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
     found = Entrants()
@@ -82,7 +82,7 @@ def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
 
 
 def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
-    """Forward + backward, gradients of the output alone; then with a gradient through the entropy beside it."""
+    """Yield forward + backward with gradients of the output alone, and of the output and the entropy."""
     problem = Problem.draw(run, shape, causal=causal)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     builders: dict[str, Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]]] = {
@@ -98,7 +98,7 @@ def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
 
 
 def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
-    """Column sums and the block map, given the log-sum-exp, against cuDNN's whole forward."""
+    """Yield column sums and the block map, given the log-sum-exp, and cuDNN's whole forward."""
     problem = Problem.draw(run, shape, causal=causal)
     found = Entrants()
     enter_profile(found, problem, MAP)
@@ -159,7 +159,7 @@ def enter_step(
     step: TrainingStep,
     short: TrainingStep,
 ) -> None:
-    """The gradients are held against float64 where that has room, the step that is timed has to be finite."""
+    """Enter a step whose gradients agree with float64 on a short problem, and are finite on the timed one."""
     entropy_upstream = short.entropy_upstream if name == PENALTY else None
 
     def check(grads: tuple[Tensor, ...]) -> None:

@@ -108,7 +108,7 @@ def read_flex(result: tuple[Tensor, Any]) -> Found:
 
 
 def materialised(problem: Problem) -> Callable[[], Found]:
-    """Baseline that materialises: the weights as a tensor, softmax in float32, and each statistic read off them."""
+    """Return the baseline with materialised weights: softmax in float32, and each statistic computed from them."""
     tokens, device = problem.shape.tokens, problem.query.device
     place = torch.arange(tokens, device=device)
     distance = (place[:, None] - place).abs().float()

@@ -26,7 +26,7 @@ MAP = BlockMap(resolution=(256, 256))  # the same picture at any length
 
 
 def memory(run: Run, shape: Shape) -> Iterator[Case]:
-    """Bytes beyond inputs and output, causal; the time stands beside it."""
+    """Yield the bytes beyond inputs and output of causal calls, and their times."""
     half = replace(shape, tokens=shape.tokens // 2)
     yield _forward_case(run, shape, _bytes_of_forward(Entrants(), _exact(run, half)))
     tidy()
@@ -71,7 +71,7 @@ def _bytes_of_profile(found: Entrants, exact: Exact) -> int | None:
 
 
 def extra_bytes(device: torch.device, call: Callable[[], Any], own: Callable[[Any], list[Tensor]]) -> int:
-    """The peak of a call's memory less what was there before it and less what it was called for."""
+    """Return the peak memory of a call without what was allocated before it and without its results."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
