@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, masked_name
 from polyhead import Mask
 
 CUDNN, FLASH, EFFICIENT = "cuDNN", "PyTorch's flash", "PyTorch's efficient"
@@ -84,4 +84,4 @@ def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Iterator[Case]:
     text = f"{batch}, {heads}, {kv_heads}, {tokens}, {head_dim}" + (f"/{value_dim}" if value_dim != head_dim else "")
     pairs = [Pair(name, CUDNN) for name in attends if name != CUDNN]
     notes = {"auto": polyhead.explain(query, key, value, mask=mask, finite=True).chosen}
-    yield found.case("forward + backward", text + (", causal" if causal else ""), pairs, notes=notes)
+    yield found.case("forward + backward", masked_name(text, causal), pairs, notes=notes)

@@ -21,7 +21,7 @@ from benchmarks.layer_speed import agreement
 from benchmarks.layer_speed import contenders as layer_contenders
 from benchmarks.layer_speed.contenders import FUSED_QKV, PLAIN, TORCH, Polyhead, Weights
 from benchmarks.measuring.calls import drawn, without_gradients
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, masked_name
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders, decode
 from benchmarks.statistics_speed.attention import enter_ours, enter_profile, enter_sdpa, enter_step
@@ -95,12 +95,12 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
     if part == "attention":
         for text, bounds in ATTENTION[kind].items():
             for causal, bound in zip((False, True), bounds, strict=True):
-                yield _named(text, causal), functools.partial(attention, text=text, causal=causal, bound=bound)
+                yield masked_name(text, causal), functools.partial(attention, text=text, causal=causal, bound=bound)
     elif part in MASKED:
         build, bounds_of = MASKED[part]
         for text, bound in bounds_of(kind).items():
             for causal in (False, True):
-                yield _named(text, causal), functools.partial(build, text=text, causal=causal, bound=bound)
+                yield masked_name(text, causal), functools.partial(build, text=text, causal=causal, bound=bound)
     elif part == "dense":
         for text, of_dense in DENSE_MASKS.items():
             yield text, functools.partial(dense, text=text, bounds=of_dense)
@@ -113,7 +113,7 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
     elif part == "routed":
         for sizes, bounds in ROUTED.items():
             for causal, bound in zip((False, True), bounds, strict=True):
-                text = _named("x".join(map(str, sizes)), causal)
+                text = masked_name("x".join(map(str, sizes)), causal)
                 yield text, functools.partial(routed, sizes=sizes, causal=causal, bound=bound)
     elif part == "observe":
         for (heads, head_dim, tokens), bound in OBSERVED.items():
@@ -129,7 +129,7 @@ def attention(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Ca
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     exact = Exact(problem, seed=run.seed)
     found.enter(OURS, lambda: contenders.ours(problem), lambda result: exact.check(OURS, Found(result.output)))
-    yield found.case(_named("attention", causal), text, [Pair(OURS, _baseline(found, exact), bound)])
+    yield found.case(masked_name("attention", causal), text, [Pair(OURS, _baseline(found, exact), bound)])
 
 
 def statistics(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
@@ -142,7 +142,7 @@ def statistics(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[C
         enter_ours(found, exact, name, build)
     baseline = _baseline(found, exact)
     yield found.case(
-        _named("statistics", causal), text, [Pair(WITH, baseline, bound), Pair(contenders.GUARDED, baseline)]
+        masked_name("statistics", causal), text, [Pair(WITH, baseline, bound), Pair(contenders.GUARDED, baseline)]
     )
 
 
@@ -160,7 +160,7 @@ def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, fl
         enter_step(found, name, build, step, short)
     with_statistics, through_entropy = bound
     pairs = [Pair(WITH, CUDNN, with_statistics), Pair(PENALTY, CUDNN, through_entropy)]
-    yield found.case(_named("forward + backward", causal), text, pairs)
+    yield found.case(masked_name("forward + backward", causal), text, pairs)
 
 
 def dense(run: Run, *, text: str, bounds: Both) -> Iterator[Case]:
@@ -210,7 +210,7 @@ def profiles(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Cas
     """Column sums and a block map of 64 x 64, given the log-sum-exp, against the whole forward."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     enter_profile(found, problem, BlockMap(block=(64, 64)))
-    yield found.case(_named("profile", causal), text, [Pair(PROFILE, _baseline(found, Exact(problem)), bound)])
+    yield found.case(masked_name("profile", causal), text, [Pair(PROFILE, _baseline(found, Exact(problem)), bound)])
 
 
 # Parts with one bound for both masks: what builds a case, and the bounds by shape on a kind of device.
@@ -271,7 +271,7 @@ def routed(run: Run, *, sizes: tuple[int, ...], causal: bool, bound: float) -> I
     for name, module in modules.items():
         build = functools.partial(without_gradients, functools.partial(_output, module, x))
         found.enter(name, build, _checked(name, module, x))
-    yield found.case(_named("routed", causal), "x".join(map(str, sizes)), [Pair(ours, DENSE, bound)])
+    yield found.case(masked_name("routed", causal), "x".join(map(str, sizes)), [Pair(ours, DENSE, bound)])
 
 
 def host(run: Run) -> Iterator[Case]:
@@ -336,7 +336,3 @@ def _checked(name: str, module: nn.Module, x: Tensor) -> Callable[[object], None
 def _output(module: nn.Module, x: Tensor) -> Tensor:
     output: Tensor = module(x).output
     return output
-
-
-def _named(text: str, causal: bool) -> str:
-    return f"{text}, causal" if causal else text

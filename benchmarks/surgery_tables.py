@@ -10,9 +10,8 @@ from typing import Any
 from benchmarks.measuring.markdown import markdown_table
 from benchmarks.surgery_quality.points import Result, read_results
 from benchmarks.surgery_quality.standings import best_by_place, curves_of, formatted, headline, is_curve, place_of
-from benchmarks.surgery_quality.tasks import Split
+from benchmarks.surgery_quality.tasks import SPLITS
 
-SPLITS: tuple[Split, ...] = ("choose", "report")
 TITLES = {
     "perplexity": "perplexity",
     "ratio": "ratio to the unedited model",

@@ -35,7 +35,7 @@ def alarms(
     """
     import torch
 
-    from benchmarks.alarms.outcomes import outcomes, summary
+    from benchmarks.alarms.outcomes import outcome, summary
     from benchmarks.alarms.runs import study
     from benchmarks.measuring.json_lines import write_rows
     from polyhead.costs.measuring import machine_facts
@@ -46,7 +46,7 @@ def alarms(
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for name, runs in study(FIRST_SEED[split], quick=quick).items():
-        rows += outcomes(_trained(runs, traces and traces / f"{name}.pt"))
+        rows += map(outcome, _trained(runs, traces and traces / f"{name}.pt"))
         typer.echo(f"{name}: {len(runs)} runs")
     if output is not None:
         facts = {**machine_facts.describe(torch.device("cpu"), commit), "split": split, "quick": quick}

@@ -1,4 +1,4 @@
-"""A call of a layer as it is timed: forward alone, or forward and backward with gradients for all that has one."""
+"""Calls of layers as they are timed: forward alone, or forward and backward with gradients of input and parameters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def step(
 
 
 def on_its_own(build: Callable[[], Callable[[], Tensor]], device: torch.device) -> Callable[[], Callable[[], Tensor]]:
-    """The same call as a CUDA graph on a GPU, which leaves the device's own time: many kernels and little Python."""
+    """Return the call as a CUDA graph on a GPU, which excludes the time of its Python."""
     if device.type != "cuda":
         return build
 
@@ -115,7 +115,7 @@ def layer_cases(
 
 
 def drawn(layer: nn.Module, run: Run) -> nn.Module:
-    """The layer on the device and in the dtype of a run, with weights that do not depend on either."""
+    """Return the layer on the device and in the dtype of a run, with weights that depend on neither."""
     generator = torch.Generator().manual_seed(run.seed)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -128,7 +128,7 @@ def drawn(layer: nn.Module, run: Run) -> nn.Module:
 def check(
     name: str, layer: nn.Module, call: Callable[[nn.Module, Tensor, str | None], Tensor], found: Call, x: Tensor
 ) -> None:
-    """Hold `found` against the layer's formula in float64 on the first tokens of the first sequence.
+    """Check `found` against the layer's formula in float64 on the first tokens of the first sequence.
 
     `call(layer, x, backend)` is the layer's own forward.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring.cases import Case, Run, Step
+from benchmarks.measuring.cases import Case, Run, Step, masked_name
 from benchmarks.statistics_speed import attention, cpu, decode, layer, memory
 from benchmarks.statistics_speed.places import PARTS, Shape, shapes_of
 from polyhead.errors import OptionError
@@ -70,5 +70,4 @@ def _cpu_steps(run: Run, shapes: Sequence[Shape] | None, quick: bool) -> Iterato
 
 def _both(part: str, measure: Callable[[Run, Shape, bool], Iterator[Case]], run: Run, shape: Shape) -> Iterator[Step]:
     for causal in (False, True):
-        place = f"{shape}, causal" if causal else str(shape)
-        yield Step(part, place, run, functools.partial(measure, run, shape, causal))
+        yield Step(part, masked_name(shape, causal), run, functools.partial(measure, run, shape, causal))

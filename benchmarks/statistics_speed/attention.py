@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.measuring.agreement import Disagreement
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
 from benchmarks.statistics_speed.contenders import (
@@ -60,7 +60,7 @@ def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> I
         Pair(WITH, FLEX),
         Pair(GUARDED, WITH),
     ]
-    yield found.case(_named("forward", causal), shape, pairs)
+    yield found.case(masked_name("forward", causal), shape, pairs)
 
 
 def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
@@ -78,7 +78,7 @@ def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
         names = [WITH] if WITH in timings.samples_ms and MATERIALISED in timings.absent else []
         return [Figure.of_time(name, timings.samples_ms[name]) for name in names]
 
-    yield found.case(_named("materialised", causal), shape, [Pair(WITH, MATERIALISED, bound)], figures=alone)
+    yield found.case(masked_name("materialised", causal), shape, [Pair(WITH, MATERIALISED, bound)], figures=alone)
 
 
 def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
@@ -94,7 +94,7 @@ def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     for name, build in builders.items():
         enter_step(found, name, build, step, short)
     pairs = [Pair(WITH, CUDNN, TRAINING_BOUND), Pair(PENALTY, CUDNN), Pair(PENALTY, WITH)]
-    yield found.case(_named("forward + backward", causal), shape, pairs)
+    yield found.case(masked_name("forward + backward", causal), shape, pairs)
 
 
 def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
@@ -104,7 +104,7 @@ def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     enter_profile(found, problem, MAP)
     enter_sdpa(found, Exact(problem, seed=run.seed), CUDNN)
     bound = None if shape.tokens < LONG else 0.7 if shape.head_dim >= 128 else 0.85
-    yield found.case(_named("profile", causal), shape, [Pair(PROFILE, CUDNN, bound)])
+    yield found.case(masked_name("profile", causal), shape, [Pair(PROFILE, CUDNN, bound)])
 
 
 def enter_profile(found: Entrants, problem: Problem, grid: BlockMap) -> bool:
@@ -168,7 +168,3 @@ def enter_step(
             raise Disagreement(f"{name}: a gradient is not finite")
 
     found.enter(name, lambda: build(step), check)
-
-
-def _named(bench: str, causal: bool) -> str:
-    return f"{bench}, causal" if causal else bench

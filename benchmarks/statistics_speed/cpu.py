@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
 from benchmarks.statistics_speed.attention import enter_ours, enter_step
@@ -62,5 +62,4 @@ def _case(bench: str, problem: Problem, found: Entrants, bound: float) -> Case:
         weights = problem.shape.rows * problem.shape.tokens * problem.query.element_size()
         figures.append(Figure("largest tensor, of the weights' bytes", largest.nbytes / weights))
     pairs = [Pair(WITH, PLAIN, bound if problem.shape.tokens >= LONG else None)]
-    name = f"{bench}, causal" if problem.causal else bench
-    return found.case(name, problem.shape, pairs, figures=lambda timings: figures)
+    return found.case(masked_name(bench, problem.causal), problem.shape, pairs, figures=lambda timings: figures)

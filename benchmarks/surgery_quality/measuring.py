@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from benchmarks.surgery_quality.points import Point, Result, parse_native
-from benchmarks.surgery_quality.tasks import Split, Task
+from benchmarks.surgery_quality.tasks import SPLITS, Split, Task
 from polyhead.surgery.compensation.distillation import distil
 from polyhead.surgery.compensation.least_squares import (
     OutputProjection,
@@ -22,7 +22,6 @@ from polyhead.surgery.selection.quality import Fidelity, Perplexity
 from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
 from polyhead.surgery.selection.uniform import fits_native, uniform_sets
 
-SPLITS: tuple[Split, ...] = ("choose", "report")
 RemovedHeads = dict[str, tuple[int, ...]]
 
 

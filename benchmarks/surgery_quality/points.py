@@ -22,7 +22,6 @@ Compensation = Literal["no", "once", "distilled", "layer", "output", "stream"]
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SEEDS = (0, 1, 2, 3, 4)
 SAME = ("model", "text", "calibration", "rows")  # facts that all points of a file share
-PARTS = ("tuned", "curves")
 DRAWN: tuple[Weighting, ...] = ("none", "direction", "token")  # the weightings that have whole curves
 
 

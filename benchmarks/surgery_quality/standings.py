@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.surgery_quality.points import DRAWN, Point, Result, curves
-from benchmarks.surgery_quality.tasks import Figure, Split
+from benchmarks.surgery_quality.tasks import SPLITS, Figure, Split
 
 HEADLINES = {"perplexity": False, "spearman": True}  # and whether more of it is better
 
@@ -91,8 +91,7 @@ def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """Return the best way at each place as a table, header first."""
     names = list(results[0].figures["report"]) if results else []
-    splits: tuple[Split, ...] = ("choose", "report")
-    figures = [(name, split) for name in names for split in splits]
+    figures = [(name, split) for name in names for split in SPLITS]
     header = ("place", "heads gone", "way, chosen on the choosing split", "loads in")
     lines: list[tuple[str, ...]] = [(*header, *(f"{name}, {split}" for name, split in figures))]
     for place, result in best_by_place(results).items():

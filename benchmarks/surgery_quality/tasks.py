@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from polyhead.surgery.selection.evidence import Objectives
 
 Split = Literal["choose", "report"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Batch = Mapping[str, Any]
 
 

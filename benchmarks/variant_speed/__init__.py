@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.measuring.cases import Case, Run, Step
+from benchmarks.measuring.cases import Case, Run, Step, masked_name
 from benchmarks.variant_speed import floors, latent, routed, talking
 from polyhead.errors import OptionError
 
@@ -33,11 +33,11 @@ def _places(part: str, run: Run, quick: bool) -> Iterator[tuple[str, Callable[[]
     if part == "routed":
         for causal in (False, True):
             layer = routed.Place(tokens=1024, width=1024) if quick else routed.Place()
-            yield f"{layer}{', causal' if causal else ''}", functools.partial(routed.layers, run, layer, causal)
+            yield masked_name(layer, causal), functools.partial(routed.layers, run, layer, causal)
     elif part == "rows":
         for causal in (False, True):
             place = routed.Place(tokens=1024) if quick else routed.Place()
-            yield f"{place}{', causal' if causal else ''}", functools.partial(routed.chosen_rows, run, place, causal)
+            yield masked_name(place, causal), functools.partial(routed.chosen_rows, run, place, causal)
     elif part == "talking":
         for tokens in (2048,) if quick else (2048, 4096, 8192):
             yield f"{tokens} tokens", functools.partial(talking.talking, run, tokens)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import polyhead
 from benchmarks.measuring.agreement import hold
 from benchmarks.measuring.calls import CHECKED_TOKENS, FORWARD, TRAINING, check, drawn, layer_cases, on_its_own
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from polyhead import Mask
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.variants import RoutedHeads
@@ -52,7 +52,7 @@ def layers(run: Run, place: Place, causal: bool) -> Iterator[Case]:
     modules = {name: drawn(layer, run) for name, layer in every.items()}
     yield from layer_cases(
         "routed",
-        f"{place}{', causal' if causal else ''}",
+        masked_name(place, causal),
         run,
         x,
         {name: (module, functools.partial(_output, module)) for name, module in modules.items()},
@@ -134,4 +134,4 @@ def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Case]:
     for name, backend in names.items():
         found.enter(name, on_its_own(whole(backend), run.device), functools.partial(check_whole, name))
     pairs = [Pair(ours, tuple(names), ROWS_BOUND), *(Pair(ours, name) for name in names)]
-    yield found.case("chosen rows, forward", f"{place}{', causal' if causal else ''}", pairs)
+    yield found.case("chosen rows, forward", masked_name(place, causal), pairs)

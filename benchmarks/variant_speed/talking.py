@@ -11,7 +11,7 @@ from torch import Tensor
 import polyhead
 from benchmarks.measuring.agreement import hold
 from benchmarks.measuring.calls import FORWARD, TRAINING, with_backward, without_gradients
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from polyhead import Mask
 from polyhead.ops.talking_heads.api import talking_attention
 
@@ -59,7 +59,7 @@ def _case(run: Run, tokens: int, causal: bool, mode: str) -> Case:
     enter(MATERIALISED, functools.partial(mixed, "reference"))
     return found.case(
         f"talking, {mode}",
-        f"1x{HEADS}x{tokens}x{HEAD_DIM}{', causal' if causal else ''}",
+        masked_name(f"1x{HEADS}x{tokens}x{HEAD_DIM}", causal),
         [Pair(OURS, ORDINARY, BOUNDS[mode] if tokens == BOUND_AT else None), Pair(OURS, MATERIALISED, 1.0)],
     )
 
