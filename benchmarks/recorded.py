@@ -1,4 +1,4 @@
-"""Forward + backward of attention without cuDNN's backward: what the kernels that `polyhead` takes cost beside it."""
+"""Forward + backward of attention by our kernels and PyTorch's, against cuDNN's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES = [
 
 
 def plan(*, quick: bool, seed: int, gpu: torch.device) -> list[Step]:
-    """Every shape, with a causal mask and without; the first three for a quick look."""
+    """Return the steps of every shape, with a causal mask and without; of the first three for a quick look."""
     run = Run.on(gpu, seed=seed, quick=quick, alternations=ALTERNATIONS, seconds=SECONDS)
     return [
         Step("recorded", str(shape), run, functools.partial(recorded, run, shape, causal))
@@ -50,7 +50,7 @@ def plan(*, quick: bool, seed: int, gpu: torch.device) -> list[Step]:
 
 
 def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Iterator[Case]:
-    """Forward + backward of one shape by every kernel, over cuDNN's."""
+    """Yield forward + backward of one shape by every kernel, against cuDNN's."""
     batch, heads, kv_heads, tokens, head_dim, value_dim = shape
     sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
     # In memory as a layer leaves them: [batch, tokens, heads, dim].

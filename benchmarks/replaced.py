@@ -38,7 +38,7 @@ PYTORCH = "scaled_dot_product_attention"
 SHORT = Shape.parse("2x8x128x64")  # of which the Python takes longer than the kernels
 Both = tuple[float, float]  # bounds without a mask and with a causal one
 
-# The most that ours may take of the time of the call replaced, by shape.
+# Upper bounds of our time over that of the replaced call, by shape.
 ATTENTION: dict[str, Mapping[str, Both]] = {
     "cuda": {
         "4x16x4096x128": (1.03, 1.03),
@@ -79,7 +79,7 @@ SECONDS, QUICK_SECONDS = 1.5, 0.3
 
 
 def plan(only: tuple[str, ...] | list[str], *, quick: bool, seed: int, device: torch.device) -> list[Step]:
-    """The rows of the table; a CPU has those of ON_A_CPU, a quick look the first shape of each part."""
+    """Return the steps of a run; on a CPU those of ON_A_CPU, for a quick look the first shape of each part."""
     run = Run.on(device, seed=seed, quick=quick, seconds=QUICK_SECONDS if quick else SECONDS)
     parts = [part for part in PARTS if part in only and (device.type == "cuda" or part in ON_A_CPU)]
     steps = []
@@ -91,7 +91,7 @@ def plan(only: tuple[str, ...] | list[str], *, quick: bool, seed: int, device: t
 
 
 def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterator[Case]]]]:
-    """Each place of a part by name, with the function that builds its cases."""
+    """Yield each place of a part by name, with the function that builds its cases."""
     if part == "attention":
         for text, bounds in ATTENTION[kind].items():
             for causal, bound in zip((False, True), bounds, strict=True):
@@ -125,7 +125,7 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
 
 
 def attention(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
-    """`attention(query, key, value, mask=...)` without any other argument."""
+    """Yield `attention(query, key, value, mask=...)` without any other argument."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     exact = Exact(problem, seed=run.seed)
     found.enter(OURS, lambda: contenders.ours(problem), lambda result: exact.check(OURS, Found(result.output)))
@@ -133,7 +133,7 @@ def attention(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Ca
 
 
 def statistics(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
-    """Entropy, max logit and mean distance of every row beside the output, against the output alone."""
+    """Yield the output with entropy, max logit and mean distance of every row, against the output alone."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     exact = Exact(problem, seed=run.seed)
     ways: dict[str, dict[str, Any]] = {WITH: {"finite": True}, contenders.GUARDED: {}}
@@ -147,7 +147,7 @@ def statistics(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[C
 
 
 def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, float]) -> Iterator[Case]:
-    """Forward + backward with statistics, and with a gradient through the entropy beside that of the output."""
+    """Yield forward + backward with statistics, without and with a gradient through the entropy."""
     problem = Problem.draw(run, Shape.parse(text), causal=causal)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     builds: dict[str, Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]]] = {
@@ -164,7 +164,7 @@ def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, fl
 
 
 def dense(run: Run, *, text: str, bounds: Both) -> Iterator[Case]:
-    """Statistics under a causal mask that is given as a tensor, as code that torch.compile traces builds it."""
+    """Yield statistics under a causal mask that is a tensor, as in code that torch.compile traces."""
     problem = Problem.draw(run, Shape.parse(text), causal=True)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     exact, found = Exact(problem, seed=run.seed), Entrants()
@@ -207,7 +207,7 @@ def _lower_triangle(problem: Problem) -> Tensor:
 
 
 def profiles(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
-    """Column sums and a block map of 64 x 64, given the log-sum-exp, against the whole forward."""
+    """Yield column sums and a block map of 64 x 64, given the log-sum-exp, against the whole forward."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     enter_profile(found, problem, BlockMap(block=(64, 64)))
     yield found.case(masked_name("profile", causal), text, [Pair(PROFILE, _baseline(found, Exact(problem)), bound)])
@@ -222,7 +222,7 @@ MASKED: Mapping[str, tuple[Callable[..., Iterator[Case]], Callable[[str], Mappin
 
 
 def one_token(run: Run, *, text: str, bound: float) -> Iterator[Case]:
-    """One query with statistics through `attention` itself, as replays of a CUDA graph."""
+    """Yield one query with statistics by `attention`, as replays of a CUDA graph."""
 
     def ours(problem: Problem) -> Callable[[], Found]:
         call = contenders.ours(problem, statistics=DECODE_STATISTICS, logsumexp=True, finite=True)
@@ -232,7 +232,7 @@ def one_token(run: Run, *, text: str, bound: float) -> Iterator[Case]:
 
 
 def layer(run: Run, *, text: str, bounds: tuple[float, float | None]) -> Iterator[Case]:
-    """The layer, plain and with statistics, over one linear layer and PyTorch's function written by hand."""
+    """Yield the layer, plain and with statistics, against a layer written by hand around PyTorch's function."""
     shape = layer_contenders.Shape.parse(text)
     weights = Weights.random(shape, device=run.device, dtype=run.dtype, seed=run.seed)
     x = run.inputs(shape.batch, shape.tokens, shape.embed_dim, salt=1)
@@ -258,7 +258,7 @@ class _WithStatistics(Polyhead):
 
 
 def routed(run: Run, *, sizes: tuple[int, ...], causal: bool, bound: float) -> Iterator[Case]:
-    """Some of the heads for each token, over all of them with one KV head; eager forward."""
+    """Yield some of the heads for each token, against all of them with one KV head; eager forward."""
     batch, tokens, width, heads, top_k = sizes
     options: dict[str, Any] = {"head_dim": width // heads, "causal": causal, "bias": False}
     x = run.inputs(batch, tokens, width, salt=1)
@@ -275,7 +275,7 @@ def routed(run: Run, *, sizes: tuple[int, ...], causal: bool, bound: float) -> I
 
 
 def host(run: Run) -> Iterator[Case]:
-    """Python's time for a call whose kernels take less, beyond that of PyTorch's function: microseconds."""
+    """Yield the time of Python beyond that of PyTorch's function, in microseconds, for calls with short kernels."""
     plain, masked = (Problem.draw(run, SHORT, causal=causal) for causal in (False, True))
     step = TrainingStep(plain, seed=run.seed)
     ours: dict[str, Callable[[], object]] = {

@@ -1,7 +1,7 @@
-"""Attention that a model computed, read from the operators that it ran; nothing here uses polyhead.
+"""Attention that a model computed, from the operators that it ran; nothing here uses polyhead.
 
-A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
-functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its
+A dispatch mode receives every softmax of a forward: those of eager attention of transformers, of PyTorch's functions
+(their math kernel runs operator by operator), and softmax by hand. A softmax is attention over keys if its
 logits are a product of two activations and its result is multiplied with a third. Routers, samplers of deformable
 attention, pooling by a linear layer and state spaces get their logits from a product with a parameter, or with a copy
 of one, which broadcasting makes.
@@ -281,7 +281,7 @@ def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
     keys = columns - softmax.has_sink()
     is_visible = logits[..., :keys] > softmax.masked
     is_row = is_visible.any(-1)
-    if queries == keys:  # the query of a key that nobody sees is padding
+    if queries == keys:  # the query of a key that no query sees is padding
         is_row &= is_visible.any((1, 2))[:, None]
     weights = logits.softmax(-1)
     entropy = -torch.special.xlogy(weights, weights).sum(-1)

@@ -16,7 +16,7 @@ _SECONDS, _QUICK_SECONDS = 1.5, 0.5  # of one place, warming up apart
 
 
 def plan(only: Sequence[str] = PARTS, *, quick: bool = False, seed: int = 0, gpu: torch.device | None) -> list[Step]:
-    """The steps of a run, in the order of `PARTS`. They are about a GPU's kernels; without one there are none."""
+    """Return the steps of a run in the order of `PARTS`; none without a GPU, whose kernels they time."""
     if unknown := [name for name in only if name not in PARTS]:
         raise OptionError(f"a part is one of {', '.join(PARTS)}; got {', '.join(unknown)}")
     if gpu is None:

@@ -1,4 +1,4 @@
-"""Routed heads: whether time falls with the heads that a token takes."""
+"""Routed heads: whether time decreases with the number of heads per token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_ROWS = "all rows of every head"
 
 @dataclass(frozen=True)
 class Place:
-    """One sequence, and heads to choose from."""
+    """One sequence, and the heads that its tokens select from."""
 
     tokens: int = 8192
     width: int = 4096
@@ -39,10 +39,10 @@ class Place:
 
 
 def layers(run: Run, place: Place, causal: bool) -> Iterator[Case]:
-    """Shape "shared": k of the heads, over one key and value, against all of them without a gate.
+    """Yield the shape "shared": k of the heads over one KV head, against all heads without a gate.
 
-    A routed layer is many small kernels, so that its Python may take longer than they do; the bounds are on the
-    device's own time, and what a call takes by itself stands beside it.
+    A routed layer launches many small kernels, so that its Python may take longer than they do; the bounds are on
+    device time, and the time of a call with its Python is reported as well.
     """
     options: dict[str, Any] = {"head_dim": place.head_dim, "causal": causal, "bias": False, "finite": True}
     x = run.inputs(1, place.tokens, place.width, salt=1)
@@ -71,7 +71,7 @@ def _ours(k: int, place: Place) -> str:
 
 
 def check_routed(name: str, layer: nn.Module, x: Tensor) -> None:
-    """With the heads that it chose itself: in another precision the gate would choose others."""
+    """Check a layer with the heads that it selects itself, since the gate selects others in another precision."""
     routing = None
     if isinstance(layer, RoutedHeads):
         with torch.no_grad():
@@ -88,7 +88,7 @@ def check_routed(name: str, layer: nn.Module, x: Tensor) -> None:
 
 
 def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Case]:
-    """Shape "full": the attention alone, each token with 8 heads drawn at random, against all heads for all tokens."""
+    """Yield attention of the shape "full" with 8 random heads per token, against all heads for all tokens."""
     size = (1, place.heads, place.tokens, place.head_dim)
     query, key, value = (run.inputs(*size, salt=salt) for salt in (1, 2, 3))
     mask = Mask.causal() if causal else None

@@ -1,4 +1,4 @@
-"""Talking heads: what mixing heads before and after the softmax costs, and that it needs no n x n memory."""
+"""Talking heads: the cost of mixing heads before and after the softmax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUND_AT = 8192  # tokens
 
 
 def talking(run: Run, tokens: int) -> Iterator[Case]:
-    """16 heads of 64, causal and not, against ordinary attention by our kernels and against the materialised form."""
+    """Yield 16 heads of 64, causal and not, against plain heads by our kernels and the materialised form."""
     for causal in (False, True):
         for mode in (FORWARD, TRAINING):
             yield _case(run, tokens, causal, mode)
@@ -74,7 +74,7 @@ def _step(
 
 
 def _formula(tensors: list[Tensor], causal: bool) -> Tensor:
-    """The last rows, as the docstring of `talking_attention` has it."""
+    """Compute the last rows by the formula of `talking_attention`."""
     query, key, value, before, after = tensors
     logits = torch.einsum("hg,bhqk->bgqk", before, query @ key.transpose(-1, -2) * HEAD_DIM**-0.5)
     if causal:
