@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class ModelLayout:
         """True if every layer is causal, so that the model can decode."""
         return all(getattr(group.config, "causal", False) for group in self.groups)
 
-    @property
+    @cached_property
     def parameters(self) -> Parameters:
         """Parameters of all attention layers."""
         groups = (count_parameters(group.config).times(group.layers) for group in self.groups)
