@@ -5,7 +5,6 @@ TransformerLens is not among the requirements: pip install 'transformer-lens>=4'
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 import polyhead
+from benchmarks.measuring.json_lines import write_rows
 from polyhead.costs.measuring import machine_facts
 from polyhead.errors import OptionError
 
@@ -137,4 +137,4 @@ def run(tokens: int, output: Path | None, commit: str | None) -> None:
     for row in found:
         print(", ".join(f"{name} {value}" for name, value in row.items()))
     if output is not None:
-        output.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *found)), encoding="utf-8")
+        write_rows(output, facts, found)

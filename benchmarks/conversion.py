@@ -1,4 +1,4 @@
-"""Fewer KV heads in real models, held against pooling: `python -m benchmarks conversion --help`.
+"""Fewer KV heads in trained models, compared with pooling: `python -m benchmarks conversion --help`.
 
 Sentences: an encoder on STS-B, calibrated on train sentences; Spearman's correlation and the mean cosine of embeddings
 to those of the model as it was. Language: perplexity of a causal model on the splits of one text, 60% to calibrate on,
@@ -15,7 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from polyhead.surgery import EditRecord, GroupQueries, apply, find_key_transforms, find_layers, fingerprint, undo
+from polyhead.surgery import (
+    EditRecord,
+    GroupQueries,
+    KeyTransform,
+    apply,
+    find_key_transforms,
+    find_layers,
+    fingerprint,
+    undo,
+)
 from polyhead.surgery.kv_sharing.align import AlignHeads
 from polyhead.surgery.kv_sharing.conversion import convert_groups
 from polyhead.surgery.kv_sharing.grouping import neighbours
@@ -25,15 +34,13 @@ Way = Callable[[Any, int, dict[str, Any]], EditRecord]
 
 
 def pooled(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
-    """The mean of neighbours, as converters do it."""
+    """Replace neighbouring KV heads by their mean."""
     return apply(task.model, _neighbours(task.model, count, GroupQueries))
 
 
 def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
-    """The same mean after the exact symmetries brought heads as near to each other as they come."""
-    forms = find_key_transforms(task.model, task.calibration[0])
-    layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
-    edits = []
+    """Replace them by their mean, after exact symmetries have aligned them."""
+    layers, edits = _transforms(task), []
     for edit in _neighbours(task.model, count, GroupQueries):
         transform = layers[edit.layer, edit.stack]
         edits += [AlignHeads(edit.layer, edit.groups, transform, stack=edit.stack), edit]
@@ -41,15 +48,14 @@ def aligned(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
 
 
 def weights_alone(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
-    """Shared in closed form by the weights, without any text."""
-    forms = find_key_transforms(task.model, task.calibration[0])
-    layers = {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
+    """Share KV heads in closed form by the weights alone, without any text."""
+    layers = _transforms(task)
     plain = _neighbours(task.model, count, ShareKeys)
     return apply(task.model, [ShareKeys(x.layer, x.groups, layers[x.layer, x.stack], stack=x.stack) for x in plain])
 
 
 def converted(task: Any, count: int, options: dict[str, Any]) -> EditRecord:
-    """`convert_groups`, all of it in closed form."""
+    """Call `convert_groups`, all of it in closed form."""
 
     def show(done: int, total: int) -> None:
         print(f"  {done} of {total} layers", file=sys.stderr, flush=True)
@@ -63,7 +69,7 @@ METHODS: dict[str, Way] = {"pooled": pooled, "aligned": aligned, "weights": weig
 def converted_rows(
     task: Any, counts: Sequence[int], ways: Sequence[str], tried: Sequence[dict[str, Any]], *, report: bool
 ) -> Iterator[dict[str, Any]]:
-    """A row of the whole model, then one for each count and way; `tried` are options of `convert_groups`.
+    """Yield a row of the whole model, then one for each count and way; `tried` are options of `convert_groups`.
 
     With `report`, the options that are best on the choosing split are measured on both splits.
     """
@@ -104,6 +110,12 @@ def _figures(task: Any, splits: Sequence[Any]) -> dict[str, Any]:
         split: {name: [round(x.value, 5), round(x.error, 5)] for name, x in task.figures(split).items()}
         for split in splits
     }
+
+
+def _transforms(task: Any) -> dict[tuple[int, str], KeyTransform]:
+    """Return the changes of basis that keys allow, by the number and the stack of a layer."""
+    forms = find_key_transforms(task.model, task.calibration[0])
+    return {(layer.number, layer.stack): forms[layer.path] for layer in find_layers(task.model)}
 
 
 def _neighbours(model: nn.Module, count: int, edit: Any) -> list[Any]:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.json_lines import append_result, read_lines
 from benchmarks.measuring.runner import print_table
+from benchmarks.training.text import english_text
 from polyhead.costs.measuring import machine_facts
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.positions import Rotary
@@ -72,7 +72,7 @@ class Result:
 def language(data: Path | None, batch: int = 16, context: int = 64) -> Task:
     """Return the next-byte task on Tiny Shakespeare, or on the packaged texts."""
     file = None if data is None else data / "tinyshakespeare" / "input.txt"
-    text = file.read_bytes() if file is not None and file.exists() else _packaged("en").encode() * 8
+    text = file.read_bytes() if file is not None and file.exists() else english_text().encode() * 8
     learned, held_out = torch.tensor(list(text)).split([len(text) * 9 // 10, len(text) - len(text) * 9 // 10])
     pieces = held_out.unfold(0, context + 1, context)[:1600]
 
@@ -95,7 +95,7 @@ def translation(data: Path | None, batch: int = 16, sources: int = 16, targets: 
         lines = [line.split("\t") for line in file.read_text(encoding="utf-8-sig").splitlines()]
         pairs = [(line[1], line[0]) for line in lines if len(line) > 1]
     else:
-        words = _packaged("en").split() * 4
+        words = english_text().split() * 4
         pairs = [(" ".join(words[i : i + 3]), " ".join(words[i : i + 3][::-1])) for i in range(len(words) - 3)]
     pairs = [(s, t) for s, t in pairs if len(s) <= sources and len(t.encode()) < targets]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
@@ -121,11 +121,6 @@ def translation(data: Path | None, batch: int = 16, sources: int = 16, targets: 
 
 
 TASKS: dict[str, Callable[[Path | None], Task]] = {"language": language, "translation": translation}
-
-
-def _packaged(language: str) -> str:
-    folder = resources.files("polyhead.sources") / "default_texts"
-    return "\n".join(x.read_text(encoding="utf-8") for x in sorted(folder.iterdir(), key=str) if x.name[:2] == language)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

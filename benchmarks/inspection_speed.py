@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import polyhead
 from benchmarks.measuring.agreement import hold
+from benchmarks.measuring.calls import default_dtype
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, tidy
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed.places import ROW_STATISTICS
@@ -63,17 +64,15 @@ _CPU_SECONDS = 20.0
 
 
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
-    """The places of a run: the large models on a GPU, or else MiniLM on the CPU."""
+    """Return the steps of a run: large models on a GPU, or else MiniLM on the CPU."""
     if gpu is None:
-        run = Run(torch.device("cpu"), torch.float32, seed=seed, seconds=_CPU_SECONDS)
-        run = replace(run, seconds=2.0, repetitions=0) if quick else run
+        run = Run.on(gpu, seed=seed, quick=quick, seconds=2.0 if quick else _CPU_SECONDS)
         model = load_model("minilm").model
         return [
             Step("inspection", f"MiniLM, {batch} x {MINILM_TOKENS}", run, functools.partial(minilm, run, model, batch))
             for batch in ((1,) if quick else (1, 8))
         ]
-    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_SECONDS, fewest=_FEWEST)
-    run = replace(run, seconds=1.0, repetitions=0) if quick else run
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=1.0 if quick else _SECONDS, fewest=_FEWEST)
     return [
         Step("inspection", f"{place}, {place.kind}", run, functools.partial(measure, run, place))
         for place in (QUICK if quick else PLACES)
@@ -81,7 +80,7 @@ def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None)
 
 
 def measure(run: Run, place: Place) -> Iterator[Case]:
-    """One place; every contender is checked against the model in float64 first, on the beginning of the text."""
+    """Yield the case of a place, after every contender was checked against float64 on the beginning of the text."""
     model = _model(run, place)
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(VOCABULARY, (place.batch, place.tokens), generator=generator).to(run.device)
@@ -107,7 +106,7 @@ def measure(run: Run, place: Place) -> Iterator[Case]:
 
 
 def _contender(name: str, model: nn.Module, place: Place, stack: ExitStack) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A forward, observed until the stack is closed; each on a model of its own around the same weights."""
+    """Return a forward that is observed until the stack is closed, of a model of its own with the same weights."""
     model = twin_of(model)
     if name == EAGER:
         model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -134,19 +133,14 @@ def _model(run: Run, place: Place) -> nn.Module:
         "use_cache": False,
     }
     torch.manual_seed(run.seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(run.dtype)
-    try:
-        with torch.device(run.device):
-            if place.kind == "sliding window":
-                return MistralModel(MistralConfig(**sizes, sliding_window=4096)).eval()
-            return LlamaModel(LlamaConfig(**sizes)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(run.dtype), torch.device(run.device):
+        if place.kind == "sliding window":
+            return MistralModel(MistralConfig(**sizes, sliding_window=4096)).eval()
+        return LlamaModel(LlamaConfig(**sizes)).eval()
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Another model with the same parameters and buffers."""
+    """Return another model with the same parameters and buffers."""
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -176,14 +170,14 @@ def _peaks(timings: Timings) -> Sequence[Figure]:
     return figures
 
 
-# ---- on a CPU, the model that everybody has
+# ---- on a CPU: the packaged MiniLM
 
 MINILM_TOKENS = 256
 MINILM_BOUND = 2.0
 
 
 def minilm(run: Run, model: nn.Module, batch: int) -> Iterator[Case]:
-    """A real encoder of 6 layers and 12 heads at 256 tokens."""
+    """Yield the case of a trained encoder of 6 layers and 12 heads at 256 tokens."""
     generator = torch.Generator().manual_seed(run.seed)
     ids = torch.randint(1000, 30_000, (batch, MINILM_TOKENS), generator=generator)
     inputs = {"input_ids": ids.to(run.device), "attention_mask": torch.ones_like(ids).to(run.device)}

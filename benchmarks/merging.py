@@ -1,12 +1,12 @@
 """Merging heads against pruning as many with compensation: `python -m benchmarks merging --help`.
 
-Heads of a layer form a group if all cosines of what they write are at least halfway between those of random weights and
-1, on the text that is calibrated on: a mean can stand for heads of equal sign only. The m heads of a group
-are made one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is repaired. Beside it m - 1 of the
-same heads are pruned, the best one staying, and the m - 1 heads of the layer that can best go. Everything is chosen and
-solved on the calibration split and judged on the reporting split: what is lost as a share of what the layer writes, and
-the figures of the whole model with that one edit. Where no group can be merged, the pairs of every layer that write
-most alike are tried, and those of the head that can best go with the heads most like it.
+Heads of a layer form a group if all cosines of their outputs on the calibration text are at least halfway between 1 and
+the largest one of random weights; signed cosines, since a mean replaces heads of equal sign only. The m heads of a
+group are replaced by one, by their mean (`MergeHeads`) and in closed form (`FuseHeads`), and W_O is compensated. For
+comparison m - 1 of the same heads are pruned, all but the best, and the m - 1 most dispensable heads of the layer.
+Heads are chosen and solved for on the calibration split and evaluated on the reporting split: the loss as a share of
+the layer's output, and the figures of the whole model with that one edit. Where no group can be merged, the most
+similar pairs of every layer are tried, and those of its most dispensable head.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring.markdown import markdown_table
 from benchmarks.surgery_quality.language import LanguageTask
 from benchmarks.surgery_quality.sentences import LONGEST
 from benchmarks.surgery_quality.tasks import Batch
@@ -58,12 +59,12 @@ WAYS = {
 AS_ONE = ("merged", "fused")
 
 
-# ---- which heads are alike
+# ---- similar heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alike:
-    """The cosines of what heads write, by the name of their layer's site, and the groups that follow from them."""
+    """Cosines of the outputs of heads, by the name of their layer's site, and the groups of similar heads."""
 
     cosines: Mapping[str, Tensor]
     null: float  # the largest cosine of random weights
@@ -81,12 +82,12 @@ class Alike:
         return [group for site, group in self.groups if site == layer.site]
 
     def least(self, layer: AttentionLayer, heads: Sequence[int]) -> float:
-        """The cosine of those two of these heads that are least alike."""
+        """Return the cosine of the least similar two of these heads."""
         return min(float(self.cosines[layer.site][pair]) for pair in combinations(heads, 2))
 
 
 def alike(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> Alike:
-    """The cosines of a model, and of random weights, which read short pieces of the same text."""
+    """Return the cosines of a model, and those of random weights on short pieces of the same text."""
     null = _cosines(random_twin(model, seed), _beginnings(batches))
     return Alike(_cosines(model, batches), max(_largest(x) for x in null.values()))
 
@@ -125,7 +126,7 @@ def _cosines(model: nn.Module, batches: Sequence[Batch]) -> dict[str, Tensor]:
 
 
 def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
-    """Beginnings of rows from all batches in turn, without padding, about as many tokens as an inspection takes."""
+    """Return the beginnings of rows of all batches in turn, without padding: as many tokens as an inspection reads."""
     found: list[Batch] = []
     tokens = 0
     for row in range(max(len(batch["input_ids"]) for batch in batches)):
@@ -138,7 +139,7 @@ def _beginnings(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def parts_to_merge(heads: HeadWeights, group: Sequence[int]) -> list[tuple[int, ...]]:
-    """Heads of a group that can be merged: all of them, or else those of its heads that read one KV head.
+    """Return the heads of a group that can be merged: all of them, or else those that read one KV head.
 
     Heads with KV heads of their own can be merged with each other; a KV head with other readers must stay.
     """
@@ -150,12 +151,12 @@ def parts_to_merge(heads: HeadWeights, group: Sequence[int]) -> list[tuple[int, 
     return [tuple(part) for part in by_key.values() if len(part) > 1]
 
 
-# ---- what is lost
+# ---- losses
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """A layer with fewer heads, in its old shape with the others silent, and what is lost of what it writes."""
+    """A layer with fewer heads, in its old shape with zeros for the others, and the loss of its output."""
 
     heads: HeadWeights
     calibrated: float
@@ -165,7 +166,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Trial:
-    """One layer, where heads are made one or taken out and W_O is solved for the rest."""
+    """One layer, whose heads are merged or pruned and whose W_O is solved for the others."""
 
     model: nn.Module
     layer: AttentionLayer
@@ -189,7 +190,7 @@ class Trial:
         return self._pruned[key]
 
     def best_of(self, group: Sequence[int]) -> tuple[int, ...]:
-        """The heads of a group but for the one whose staying loses least on the text that is calibrated on."""
+        """Return the heads of a group without the one that is best kept, by the loss on the calibration text."""
         every = [tuple(head for head in group if head != stays) for stays in group]
         return min(every, key=lambda gone: self.pruned(gone).calibrated)
 
@@ -206,7 +207,7 @@ class Trial:
         return found
 
     def made_one(self, made: HeadWeights, group: Sequence[int]) -> Outcome:
-        """With the one head at the place of the first, and the others silent, so that every shape stays."""
+        """Return the outcome with the merged head in place of the first and zeros for the others, in the old shape."""
         kept = self._without(group[1:])
         held: dict[str, Any] = {"output_bias": made.output_bias}
         old_keys = [self.heads.key_heads[head] for head in kept]
@@ -243,7 +244,7 @@ class Trial:
 
 
 def _missing(problem: OutputRegression, kept: list[int], matrix: Tensor, bias: Tensor, energy: float) -> float:
-    """The mean square of what is missing, as a share of what is written (without its mean where there is a bias)."""
+    """Return the mean squared error as a share of the mean square of the output, centred if there is a bias."""
     at = problem.channels(kept)
     off = energy - 2 * float((matrix * problem.cross[at]).sum())
     off += float((matrix * (problem.products[at][:, at] @ matrix)).sum())
@@ -252,11 +253,11 @@ def _missing(problem: OutputRegression, kept: list[int], matrix: Tensor, bias: T
     return off / energy
 
 
-# ---- all of a model
+# ---- the whole model
 
 
 def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterator[dict[str, Any]]:
-    """A row of what was found, then one for each group or pair: what is lost by each way.
+    """Yield a row of the groups, then one for each group or pair: the loss of each way.
 
     `pairs` of each layer are tried beside groups; None is a few where no group can be merged. `whole` adds the figures
     of the whole model.
@@ -319,7 +320,7 @@ def judged(task: Any, pairs: int | None = None, *, whole: bool = True) -> Iterat
 
 
 def held_out_batches(task: Any) -> list[Batch]:
-    """The reporting split of a task, as its model reads it."""
+    """Return the batches of the reporting split of a task."""
     if isinstance(task, LanguageTask):
         return [{"input_ids": rows} for rows in task.splits["report"].split(task.batch)]
     sentences = sorted(task.splits["report"].sentences, key=len)
@@ -332,7 +333,7 @@ def held_out_batches(task: Any) -> list[Batch]:
 
 
 def _pairs(trial: Trial, found: Alike, count: int) -> list[tuple[int, ...]]:
-    """Of those that can be merged the most alike, and those of the head that can best go."""
+    """Return the most similar pairs that can be merged, and those of the most dispensable head."""
     every = [x for x in combinations(range(trial.heads.num_heads), 2) if parts_to_merge(trial.heads, x)]
     every = sorted(every, key=lambda pair: -found.least(trial.layer, pair))
     with_best = [pair for pair in every if trial.order[0] in pair]
@@ -352,7 +353,7 @@ def _figures(task: Any) -> dict[str, list[float]]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tables of means, and of how often one head made of several loses less than pruning."""
+    """Return tables of mean losses, and of how often a merged head loses less than pruning."""
     found, losses = rows[0], ("held_out", "calibrated")
     lines = [
         f"groups of similar heads: {found['groups']} (cosine at least {found['threshold']}; the largest is "
@@ -367,7 +368,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         heads = ["", "lost, held out", "lost, calibrated", *([] if figure is None else [figure])]
         heads += [f"less lost than {way}" for way in ("pruned", "best_pruned")]
         heads += [] if figure is None else [f"better {figure} than {way}" for way in ("pruned", "best_pruned")]
-        lines += ["", f"{kind}s that were tried: {len(own)}", "", _row(heads), _row(["---"] * len(heads))]
+        table = []
         for way, words in WAYS.items():
             have = [row for row in own if way in row["held_out"]]
             if not have:
@@ -378,12 +379,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
                 for other in ("pruned", "best_pruned"):
                     wins = sum(better(row, way, other) for row in have)
                     cells.append(f"{wins} of {len(have)}" if way in AS_ONE else "")
-            lines.append(_row(cells))
+            table.append(cells)
+        lines += ["", f"{kind}s that were tried: {len(own)}", "", *markdown_table(heads, *table)]
     return "\n".join(lines)
 
 
 def _compared(row: Mapping[str, Any]) -> str | None:
-    """The figure of the whole model that ways are compared by: likeness of embeddings, or a ratio of perplexities."""
+    """Return the figure of the whole model to compare: similarity of embeddings, or the ratio of perplexities."""
     if "whole" not in row:
         return None
     return "cosine" if "cosine" in row["whole"]["merged"] else "ratio"
@@ -397,7 +399,3 @@ def _is_better(row: Mapping[str, Any], way: str, other: str) -> bool:
     name = _compared(row)
     ours, theirs = (row["whole"][x][name][0] for x in (way, other))
     return bool(ours > theirs if name == "cosine" else ours < theirs)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +65,7 @@ def plan(
     only: Sequence[str] = tuple(PARTS), *, quick: bool = False, seed: int = 0, gpu: torch.device | None = None
 ) -> list[Step]:
     """Return the steps of a run: large models in bfloat16 on a GPU, or else a small one on the CPU, without bounds."""
-    run = Run(gpu or torch.device("cpu"), torch.float32 if gpu is None else torch.bfloat16, seed=seed)
-    run = replace(run, seconds=_SECONDS, fewest=_FEWEST)
-    run = replace(run, seconds=1.0, repetitions=0) if quick else run
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=1.0 if quick else _SECONDS, fewest=_FEWEST)
     places = ON_A_CPU if gpu is None else PLACES[: 1 if quick else None]
     modes = [PARTS[part] for part in PARTS if part in only]
     return [

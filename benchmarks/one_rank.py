@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ METHODS: dict[str, tuple[Any, bool]] = {
 STATISTICS = ("entropy", "max_logit", "mean_distance")
 PARTS = ("tensor", "context")
 BOUND = 1.03
-QUICK: dict[str, Any] = {"seconds": 1.0, "repetitions": 0}
+QUICK: dict[str, Any] = {"seconds": 1.0}
 DIM = "ranks"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Width, layers, heads, batch, tokens; and batch, heads, tokens, head_dim.
@@ -50,9 +49,8 @@ VOCABULARY = 1000
 def plan(
     only: Sequence[str] = PARTS, *, quick: bool = False, seed: int = 0, gpu: torch.device | None = None
 ) -> list[Step]:
-    """The places of a run: in bfloat16 on a GPU, or else small ones on the CPU, without bounds."""
-    run = Run(gpu or torch.device("cpu"), torch.float32 if gpu is None else torch.bfloat16, seed=seed)
-    run = replace(run, **QUICK) if quick else run
+    """Return the steps of a run: in bfloat16 on a GPU, or else small ones on the CPU, without bounds."""
+    run = Run.on(gpu, seed=seed, quick=quick, **(QUICK if quick else {}))
     places: dict[str, tuple[Any, Any]] = {"tensor": (MODELS, tensor), "context": (CALLS, context)}
     steps = []
     for part in PARTS:
@@ -69,7 +67,7 @@ def plan(
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone: NCCL on a GPU, gloo on a CPU."""
+    """Return a context with a process group of this process alone: NCCL on a GPU, gloo on a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -87,7 +85,7 @@ def _in_a_group(cases: Callable[[], Iterator[Case]], device: torch.device) -> It
 
 
 def tensor(run: Run, size: tuple[int, ...]) -> Iterator[Case]:
-    """Forward and backward of a language model whose layers are distributed by `head_parallel_plan`."""
+    """Yield forward and backward of a language model whose layers are distributed by `head_parallel_plan`."""
     width, layers, heads, batch, tokens = size
     torch.manual_seed(run.seed)
     with torch.device(run.device):
@@ -115,7 +113,7 @@ def _step(model: nn.Module, ids: Tensor) -> Callable[[], list[Tensor]]:
 
 
 def context(run: Run, size: tuple[int, ...]) -> Iterator[Case]:
-    """Attention over the ranks of a sequence with statistics, without and with the backward."""
+    """Yield context-parallel attention with statistics, without and with the backward."""
     leaves = [run.inputs(*size, salt=salt).requires_grad_() for salt in range(3)]
     upstream, bound = run.inputs(*size, salt=3), BOUND if run.device.type == "cuda" else None
     options: dict[str, Any] = {"mask": polyhead.Mask.causal(), "statistics": STATISTICS}
@@ -160,7 +158,7 @@ def _tensors(result: polyhead.AttentionOutput) -> list[Tensor]:
 
 
 def _check_tensors(name: str, expected: list[Tensor], found: list[Tensor]) -> None:
-    """Refuse other results: those of one rank are those without a group, but for the order of sums."""
+    """Raise unless the results are those without a group, up to the order of sums."""
     for one, other in zip(found, expected, strict=True):
         whole = one.full_tensor() if isinstance(one, DTensor) else one
         error = (

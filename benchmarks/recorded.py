@@ -1,4 +1,4 @@
-"""Forward + backward of attention without cuDNN's backward: what the kernels that `polyhead` takes cost beside it."""
+"""Forward + backward of attention by our kernels and PyTorch's, against cuDNN's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
-from benchmarks.measuring.cases import REPETITIONS, Case, Entrants, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, masked_name
 from polyhead import Mask
 
 CUDNN, FLASH, EFFICIENT = "cuDNN", "PyTorch's flash", "PyTorch's efficient"
@@ -40,8 +40,8 @@ SHAPES = [
 
 
 def plan(*, quick: bool, seed: int, gpu: torch.device) -> list[Step]:
-    """Every shape, with a causal mask and without; the first three for a quick look."""
-    run = Run(gpu, torch.bfloat16, ALTERNATIONS, seed, SECONDS, repetitions=0 if quick else REPETITIONS)
+    """Return the steps of every shape, with a causal mask and without; of the first three for a quick look."""
+    run = Run.on(gpu, seed=seed, quick=quick, alternations=ALTERNATIONS, seconds=SECONDS)
     return [
         Step("recorded", str(shape), run, functools.partial(recorded, run, shape, causal))
         for shape in SHAPES[: 3 if quick else None]
@@ -50,7 +50,7 @@ def plan(*, quick: bool, seed: int, gpu: torch.device) -> list[Step]:
 
 
 def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Iterator[Case]:
-    """Forward + backward of one shape by every kernel, over cuDNN's."""
+    """Yield forward + backward of one shape by every kernel, against cuDNN's."""
     batch, heads, kv_heads, tokens, head_dim, value_dim = shape
     sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
     # In memory as a layer leaves them: [batch, tokens, heads, dim].
@@ -84,4 +84,4 @@ def recorded(run: Run, shape: tuple[int, ...], causal: bool) -> Iterator[Case]:
     text = f"{batch}, {heads}, {kv_heads}, {tokens}, {head_dim}" + (f"/{value_dim}" if value_dim != head_dim else "")
     pairs = [Pair(name, CUDNN) for name in attends if name != CUDNN]
     notes = {"auto": polyhead.explain(query, key, value, mask=mask, finite=True).chosen}
-    yield found.case("forward + backward", text + (", causal" if causal else ""), pairs, notes=notes)
+    yield found.case("forward + backward", masked_name(text, causal), pairs, notes=notes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from benchmarks.layer_speed import agreement
 from benchmarks.layer_speed import contenders as layer_contenders
 from benchmarks.layer_speed.contenders import FUSED_QKV, PLAIN, TORCH, Polyhead, Weights
 from benchmarks.measuring.calls import drawn, without_gradients
-from benchmarks.measuring.cases import REPETITIONS, Case, Entrants, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, Step, masked_name
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders, decode
-from benchmarks.statistics_speed.attention import logsumexp_of, profile_of
+from benchmarks.statistics_speed.attention import enter_ours, enter_profile, enter_sdpa, enter_step
 from benchmarks.statistics_speed.contenders import CUDNN, PENALTY, PROFILE, WITH, TrainingStep
-from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients, check_profile
+from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found
 from benchmarks.statistics_speed.places import DECODE_STATISTICS, ROW_STATISTICS, Shape
 from benchmarks.statistics_speed.problem import Problem
 from benchmarks.variant_speed.routed import DENSE, check_routed
@@ -39,7 +38,7 @@ PYTORCH = "scaled_dot_product_attention"
 SHORT = Shape.parse("2x8x128x64")  # of which the Python takes longer than the kernels
 Both = tuple[float, float]  # bounds without a mask and with a causal one
 
-# The most that ours may take of the time of the call replaced, by shape.
+# Upper bounds of our time over that of the replaced call, by shape.
 ATTENTION: dict[str, Mapping[str, Both]] = {
     "cuda": {
         "4x16x4096x128": (1.03, 1.03),
@@ -80,10 +79,8 @@ SECONDS, QUICK_SECONDS = 1.5, 0.3
 
 
 def plan(only: tuple[str, ...] | list[str], *, quick: bool, seed: int, device: torch.device) -> list[Step]:
-    """The rows of the table; a CPU has those of ON_A_CPU, a quick look the first shape of each part."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    run = Run(device, dtype, seed=seed, seconds=SECONDS, repetitions=REPETITIONS)
-    run = replace(run, seconds=QUICK_SECONDS, repetitions=0) if quick else run
+    """Return the steps of a run; on a CPU those of ON_A_CPU, for a quick look the first shape of each part."""
+    run = Run.on(device, seed=seed, quick=quick, seconds=QUICK_SECONDS if quick else SECONDS)
     parts = [part for part in PARTS if part in only and (device.type == "cuda" or part in ON_A_CPU)]
     steps = []
     for part in parts:
@@ -94,16 +91,16 @@ def plan(only: tuple[str, ...] | list[str], *, quick: bool, seed: int, device: t
 
 
 def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterator[Case]]]]:
-    """Each place of a part by name, with the function that builds its cases."""
+    """Yield each place of a part by name, with the function that builds its cases."""
     if part == "attention":
         for text, bounds in ATTENTION[kind].items():
             for causal, bound in zip((False, True), bounds, strict=True):
-                yield _named(text, causal), functools.partial(attention, text=text, causal=causal, bound=bound)
+                yield masked_name(text, causal), functools.partial(attention, text=text, causal=causal, bound=bound)
     elif part in MASKED:
         build, bounds_of = MASKED[part]
         for text, bound in bounds_of(kind).items():
             for causal in (False, True):
-                yield _named(text, causal), functools.partial(build, text=text, causal=causal, bound=bound)
+                yield masked_name(text, causal), functools.partial(build, text=text, causal=causal, bound=bound)
     elif part == "dense":
         for text, of_dense in DENSE_MASKS.items():
             yield text, functools.partial(dense, text=text, bounds=of_dense)
@@ -116,7 +113,7 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
     elif part == "routed":
         for sizes, bounds in ROUTED.items():
             for causal, bound in zip((False, True), bounds, strict=True):
-                text = _named("x".join(map(str, sizes)), causal)
+                text = masked_name("x".join(map(str, sizes)), causal)
                 yield text, functools.partial(routed, sizes=sizes, causal=causal, bound=bound)
     elif part == "observe":
         for (heads, head_dim, tokens), bound in OBSERVED.items():
@@ -128,29 +125,29 @@ def _places(part: str, kind: str) -> Iterator[tuple[str, Callable[[Run], Iterato
 
 
 def attention(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
-    """`attention(query, key, value, mask=...)` without any other argument."""
+    """Yield `attention(query, key, value, mask=...)` without any other argument."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     exact = Exact(problem, seed=run.seed)
-    found.enter(OURS, lambda: _ours(problem), lambda result: exact.check(OURS, Found(result.output)))
-    yield found.case(_named("attention", causal), text, [Pair(OURS, _baseline(found, exact), bound)])
+    found.enter(OURS, lambda: contenders.ours(problem), lambda result: exact.check(OURS, Found(result.output)))
+    yield found.case(masked_name("attention", causal), text, [Pair(OURS, _baseline(found, exact), bound)])
 
 
 def statistics(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
-    """Entropy, max logit and mean distance of every row beside the output, against the output alone."""
+    """Yield the output with entropy, max logit and mean distance of every row, against the output alone."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
     exact = Exact(problem, seed=run.seed)
     ways: dict[str, dict[str, Any]] = {WITH: {"finite": True}, contenders.GUARDED: {}}
     for name, options in ways.items():
-        build = functools.partial(_ours, problem, statistics=ROW_STATISTICS, **options)
-        found.enter(name, build, functools.partial(_check_rows, exact, name))
+        build = functools.partial(contenders.ours, problem, statistics=ROW_STATISTICS, **options)
+        enter_ours(found, exact, name, build)
     baseline = _baseline(found, exact)
     yield found.case(
-        _named("statistics", causal), text, [Pair(WITH, baseline, bound), Pair(contenders.GUARDED, baseline)]
+        masked_name("statistics", causal), text, [Pair(WITH, baseline, bound), Pair(contenders.GUARDED, baseline)]
     )
 
 
 def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, float]) -> Iterator[Case]:
-    """Forward + backward with statistics, and with a gradient through the entropy beside that of the output."""
+    """Yield forward + backward with statistics, without and with a gradient through the entropy."""
     problem = Problem.draw(run, Shape.parse(text), causal=causal)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     builds: dict[str, Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]]] = {
@@ -160,33 +157,24 @@ def training(run: Run, *, text: str, causal: bool, bound: tuple[float | None, fl
     }
     found = Entrants()
     for name, build in builds.items():
-        through = short.entropy_upstream if name == PENALTY else None
-
-        def check(_: object, name: str = name, build: Any = build, through: Tensor | None = through) -> None:
-            check_gradients(name, short.problem, build(short)(), short.upstream, through)
-
-        found.enter(name, functools.partial(build, step), check)
+        enter_step(found, name, build, step, short)
     with_statistics, through_entropy = bound
     pairs = [Pair(WITH, CUDNN, with_statistics), Pair(PENALTY, CUDNN, through_entropy)]
-    yield found.case(_named("forward + backward", causal), text, pairs)
+    yield found.case(masked_name("forward + backward", causal), text, pairs)
 
 
 def dense(run: Run, *, text: str, bounds: Both) -> Iterator[Case]:
-    """Statistics under a causal mask that is given as a tensor, as code that torch.compile traces builds it."""
+    """Yield statistics under a causal mask that is a tensor, as in code that torch.compile traces."""
     problem = Problem.draw(run, Shape.parse(text), causal=True)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     exact, found = Exact(problem, seed=run.seed), Entrants()
-    found.enter(WITH, functools.partial(_dense_ours, problem), lambda result: _check_rows(exact, WITH, result))
+    enter_ours(found, exact, WITH, functools.partial(_dense_ours, problem))
     found.enter(PYTORCH, functools.partial(_dense_pytorch, problem), lambda output: exact.check(PYTORCH, Found(output)))
     forward, backward = bounds
     yield found.case("dense causal mask", text, [Pair(WITH, PYTORCH, forward)])
     found = Entrants()
     for name, build in ((WITH, _dense_ours), (PYTORCH, _dense_pytorch)):
-
-        def check(_: object, name: str = name, build: Any = build) -> None:
-            check_gradients(name, short.problem, _dense_step(build, short)(), short.upstream, None)
-
-        found.enter(name, functools.partial(_dense_step, build, step), check)
+        enter_step(found, name, functools.partial(_dense_step, build), step, short)
     yield found.case("dense causal mask, forward + backward", text, [Pair(WITH, PYTORCH, backward)])
 
 
@@ -203,15 +191,8 @@ def _dense_pytorch(problem: Problem, leaves: tuple[Tensor, ...] | None = None) -
 
 
 def _dense_step(build: Callable[..., Any], step: TrainingStep) -> Callable[[], tuple[Tensor, ...]]:
-    return _gradients(build(step.problem, step.leaves), step)
+    forward = build(step.problem, step.leaves)
 
-
-def _lower_triangle(problem: Problem) -> Tensor:
-    tokens = problem.shape.tokens
-    return torch.ones((tokens, tokens), dtype=torch.bool, device=problem.query.device).tril()
-
-
-def _gradients(forward: Callable[[], Any], step: TrainingStep) -> Callable[[], tuple[Tensor, ...]]:
     def call() -> tuple[Tensor, ...]:
         result = forward()
         output = result if isinstance(result, Tensor) else result.output
@@ -220,17 +201,16 @@ def _gradients(forward: Callable[[], Any], step: TrainingStep) -> Callable[[], t
     return call
 
 
+def _lower_triangle(problem: Problem) -> Tensor:
+    tokens = problem.shape.tokens
+    return torch.ones((tokens, tokens), dtype=torch.bool, device=problem.query.device).tril()
+
+
 def profiles(run: Run, *, text: str, causal: bool, bound: float) -> Iterator[Case]:
-    """Column sums and a block map of 64 x 64, given the log-sum-exp, against the whole forward."""
+    """Yield column sums and a block map of 64 x 64, given the log-sum-exp, against the whole forward."""
     found, problem = Entrants(), Problem.draw(run, Shape.parse(text), causal=causal)
-    logsumexp = logsumexp_of(found, problem)
-    if logsumexp is not None:
-        found.enter(
-            PROFILE,
-            lambda: profile_of(problem, logsumexp, BlockMap(block=(64, 64))),
-            lambda result: check_profile(PROFILE, problem, logsumexp, result),
-        )
-    yield found.case(_named("profile", causal), text, [Pair(PROFILE, _baseline(found, Exact(problem)), bound)])
+    enter_profile(found, problem, BlockMap(block=(64, 64)))
+    yield found.case(masked_name("profile", causal), text, [Pair(PROFILE, _baseline(found, Exact(problem)), bound)])
 
 
 # Parts with one bound for both masks: what builds a case, and the bounds by shape on a kind of device.
@@ -242,17 +222,17 @@ MASKED: Mapping[str, tuple[Callable[..., Iterator[Case]], Callable[[str], Mappin
 
 
 def one_token(run: Run, *, text: str, bound: float) -> Iterator[Case]:
-    """One query with statistics through `attention` itself, as replays of a CUDA graph."""
+    """Yield one query with statistics by `attention`, as replays of a CUDA graph."""
 
     def ours(problem: Problem) -> Callable[[], Found]:
-        call = _ours(problem, statistics=DECODE_STATISTICS, logsumexp=True, finite=True)
+        call = contenders.ours(problem, statistics=DECODE_STATISTICS, logsumexp=True, finite=True)
         return lambda: Found.of(call())
 
     yield from decode.one_token(run, Shape.parse(text), ours=ours, bound=bound)
 
 
 def layer(run: Run, *, text: str, bounds: tuple[float, float | None]) -> Iterator[Case]:
-    """The layer, plain and with statistics, over one linear layer and PyTorch's function written by hand."""
+    """Yield the layer, plain and with statistics, against a layer written by hand around PyTorch's function."""
     shape = layer_contenders.Shape.parse(text)
     weights = Weights.random(shape, device=run.device, dtype=run.dtype, seed=run.seed)
     x = run.inputs(shape.batch, shape.tokens, shape.embed_dim, salt=1)
@@ -278,7 +258,7 @@ class _WithStatistics(Polyhead):
 
 
 def routed(run: Run, *, sizes: tuple[int, ...], causal: bool, bound: float) -> Iterator[Case]:
-    """Some of the heads for each token, over all of them with one KV head; eager forward."""
+    """Yield some of the heads for each token, against all of them with one KV head; eager forward."""
     batch, tokens, width, heads, top_k = sizes
     options: dict[str, Any] = {"head_dim": width // heads, "causal": causal, "bias": False}
     x = run.inputs(batch, tokens, width, salt=1)
@@ -291,23 +271,23 @@ def routed(run: Run, *, sizes: tuple[int, ...], causal: bool, bound: float) -> I
     for name, module in modules.items():
         build = functools.partial(without_gradients, functools.partial(_output, module, x))
         found.enter(name, build, _checked(name, module, x))
-    yield found.case(_named("routed", causal), "x".join(map(str, sizes)), [Pair(ours, DENSE, bound)])
+    yield found.case(masked_name("routed", causal), "x".join(map(str, sizes)), [Pair(ours, DENSE, bound)])
 
 
 def host(run: Run) -> Iterator[Case]:
-    """Python's time for a call whose kernels take less, beyond that of PyTorch's function: microseconds."""
+    """Yield the time of Python beyond that of PyTorch's function, in microseconds, for calls with short kernels."""
     plain, masked = (Problem.draw(run, SHORT, causal=causal) for causal in (False, True))
     step = TrainingStep(plain, seed=run.seed)
     ours: dict[str, Callable[[], object]] = {
-        "attention": _ours(plain),
-        "attention, causal": _ours(masked),
-        "statistics": _ours(plain, statistics=ROW_STATISTICS, finite=True),
+        "attention": contenders.ours(plain),
+        "attention, causal": contenders.ours(masked),
+        "statistics": contenders.ours(plain, statistics=ROW_STATISTICS, finite=True),
         "forward + backward": step.ours(backend="auto"),
     }
     theirs: dict[str, Callable[[], object]] = {
-        "attention": _pytorch(plain),
-        "attention, causal": _pytorch(masked),
-        "statistics": _pytorch(plain),
+        "attention": contenders.pytorch(plain),
+        "attention, causal": contenders.pytorch(masked),
+        "statistics": contenders.pytorch(plain),
         "forward + backward": step.sdpa(None),
     }
     figures = [
@@ -336,38 +316,13 @@ def host_microseconds(
     return sorted(differences)[rounds // 2]
 
 
-def _ours(problem: Problem, **options: Any) -> Callable[[], polyhead.AttentionOutput]:
-    query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
-
-    def call() -> polyhead.AttentionOutput:
-        with torch.no_grad():
-            return polyhead.attention(query, key, value, mask=mask, **options)
-
-    return call
-
-
-def _pytorch(problem: Problem) -> Callable[[], Tensor]:
-    query, key, value, causal = problem.query, problem.key, problem.value, problem.causal
-    grouped = problem.shape.group > 1
-
-    def call() -> Tensor:
-        with torch.no_grad():
-            return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
-
-    return call
-
-
 def _baseline(found: Entrants, exact: Exact) -> str:
     """Enter the call that ours replaces, and return its name."""
-    name, build = PYTORCH, functools.partial(_pytorch, exact.problem)
     if exact.problem.query.is_cuda:
-        name, build = CUDNN, functools.partial(contenders.sdpa, exact.problem, CUDNN)
-    found.enter(name, build, lambda output: exact.check(name, Found(output)))
-    return name
-
-
-def _check_rows(exact: Exact, name: str, result: polyhead.AttentionOutput) -> None:
-    exact.check_ours(name, Found.of(result))
+        enter_sdpa(found, exact, CUDNN)
+        return CUDNN
+    found.enter(PYTORCH, lambda: contenders.pytorch(exact.problem), lambda output: exact.check(PYTORCH, Found(output)))
+    return PYTORCH
 
 
 def _check_layer(name: str, x: Tensor, weights: Weights, seed: int, output: Tensor) -> None:
@@ -381,7 +336,3 @@ def _checked(name: str, module: nn.Module, x: Tensor) -> Callable[[object], None
 def _output(module: nn.Module, x: Tensor) -> Tensor:
     output: Tensor = module(x).output
     return output
-
-
-def _named(text: str, causal: bool) -> str:
-    return f"{text}, causal" if causal else text

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.markdown import markdown_table
 from benchmarks.surgery_quality.points import Result, read_results
 from benchmarks.surgery_quality.standings import best_by_place, curves_of, formatted, headline, is_curve, place_of
-from benchmarks.surgery_quality.tasks import Split
+from benchmarks.surgery_quality.tasks import SPLITS
 
-SPLITS: tuple[Split, ...] = ("choose", "report")
 TITLES = {
     "perplexity": "perplexity",
     "ratio": "ratio to the unedited model",
@@ -50,10 +50,7 @@ def _ways(results: list[Result]) -> list[str]:
     """Return the table of methods compared at one budget, the selected one in bold."""
     names = list(results[0].figures["report"])
     columns = [f"{TITLES[name]}, {'validation' if split == 'choose' else 'test'}" for name in names for split in SPLITS]
-    lines = [
-        f"| heads removed, criterion and compensation | loads in | {' | '.join(columns)} |",
-        "|---" * (2 + len(columns)) + "|",
-    ]
+    table = []
     chosen = best_by_place(results)
     requested = [x for x in results if "choose" in x.figures and x.point.criterion != "random"]
     places = dict.fromkeys(place_of(result.point) for result in requested)
@@ -67,12 +64,12 @@ def _ways(results: list[Result]) -> list[str]:
             words = str(result.point)
             if result is chosen[place]:
                 words, cells = f"**{words}**", [f"**{x}**" for x in cells]
-            lines.append(f"| {words} | {'native' if result.form == 'native' else 'polyhead'} | {' | '.join(cells)} |")
-        lines += _controls([x for x in results if place_of(x.point) == place], names)
-    return [*lines, ""]
+            table.append([words, "native" if result.form == "native" else "polyhead", *cells])
+        table += _controls([x for x in results if place_of(x.point) == place], names)
+    return [*markdown_table(("heads removed, criterion and compensation", "loads in", *columns), *table), ""]
 
 
-def _controls(results: list[Result], names: list[str]) -> list[str]:
+def _controls(results: list[Result], names: list[str]) -> list[list[str]]:
     """Return the rows of random heads at the same budget: median and range over seeds, if there are two or more."""
     lines = []
     for compensation, words in (("no", "not compensated"), ("once", "compensated")):
@@ -83,7 +80,7 @@ def _controls(results: list[Result], names: list[str]) -> list[str]:
         for name in names:
             values = [x.figures["report"][name].value for x in drawn]
             cells += ["", _seeds(values)]
-        lines.append(f"| random heads, {words}, {len(drawn)} seeds | polyhead | {' | '.join(cells)} |")
+        lines.append([f"random heads, {words}, {len(drawn)} seeds", "polyhead", *cells])
     return lines
 
 
@@ -95,10 +92,9 @@ def _curves(results: list[Result]) -> list[str]:
     if len(shares) < 2:
         return []
     beside = {curve.name: curve for curve in curves_of(results, "cosine")} if name == "spearman" else {}
-    lines = [f"| {TITLES[name]}, test | {' | '.join(f'{share:.0%}' for share in shares)} |"]
-    lines.append("|---" * (1 + len(shares)) + "|")
+    table = []
     for curve in curves:
-        cells = []
+        cells = [curve.name]
         for share in shares:
             if share not in curve.shares:
                 cells.append("")
@@ -106,7 +102,8 @@ def _curves(results: list[Result]) -> list[str]:
             at = curve.shares.index(share)
             cell = _seeds(curve.figures[at])
             cells.append(cell + (f" ({beside[curve.name].medians[at]:.2f})" if curve.name in beside else ""))
-        lines.append(f"| {curve.name} | {' | '.join(cells)} |")
+        table.append(cells)
+    lines = markdown_table((f"{TITLES[name]}, test", *(f"{share:.0%}" for share in shares)), *table)
     native = any(result.form == "native" for result in results if is_curve(result.point))
     others = "Some points of these curves can be saved for the model's own class in transformers; the others"
     if not native:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import dynamic_heads, recorded
 from benchmarks.measuring.calls import FORWARD
 from benchmarks.measuring.calls import TRAINING as TRAINED
+from benchmarks.measuring.markdown import filled, markdown_table
 from benchmarks.measuring.results import cells, counted, read
 from benchmarks.plan_tables import accuracy_section
 from benchmarks.stability.tables import settings_of, stability_section
@@ -26,23 +26,7 @@ from polyhead.costs import Workload, estimate_cost
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
-# `python -m benchmarks` takes the name of its output file; results in benchmarks/results start with these prefixes.
-STATISTICS = "statistics-"
-INSPECTION = "inspection-"
-VIEWER = "viewer-"
-VARIANTS = "variants-"
-TRAINING = "training-"
-DYNAMIC_HEADS = "dynamic-heads-"
-SURGERY = "surgery-"
-PLAN = "plan-"
-RECORDED = "recorded-"
-GPU_SUITE = "gpu-suite-"
-REPLACED = "replaced-"
-MONITORING = "monitoring-"
-ONE_RANK = "one-rank-"
-STATEMENTS = "statements-"
-STABILITY = "stability-"
-COLUMNS = "| polyhead | baseline | baseline time | ratio [95% CI] | bound |"
+COLUMNS = ("polyhead", "baseline", "baseline time", "ratio [95% CI]", "bound")
 TRAINING_HEADER = {
     "equal": "equal budget of",
     "rate": "learning rate",
@@ -81,48 +65,18 @@ def results_page(page: str, results: Path = RESULTS) -> str:
     """Return benchmarks/RESULTS.md with every table rebuilt for which there are results."""
     for mark, content in SECTIONS.items():
         found = content(results)
-        page = _filled(page, mark, found) if found else page
+        page = filled(page, mark, found) if found else page
     return page
 
 
-def _layers(results: Path) -> str:
-    others = (
-        STATISTICS,
-        INSPECTION,
-        VIEWER,
-        VARIANTS,
-        SURGERY,
-        PLAN,
-        RECORDED,
-        GPU_SUITE,
-        REPLACED,
-        MONITORING,
-        ONE_RANK,
-    )
-    paths = [path for path in sorted(results.glob("*.json")) if not path.name.startswith(others)]
-    return _joined(_section(path, "batch x n x d_model x heads") for path in paths)
+def _each(section: Callable[[Path], str], *patterns: str) -> Callable[[Path], str]:
+    """Return the function that writes one section for each file of these patterns."""
+    return lambda results: "\n".join(section(path) for pattern in patterns for path in sorted(results.glob(pattern)))
 
 
-def _timed(prefix: str, shape: str) -> Callable[[Path], str]:
-    """Return the function that writes the tables of one command's results."""
-    return lambda results: _joined(_section(path, shape) for path in sorted(results.glob(f"{prefix}*.json")))
-
-
-def _each(pattern: str, section: Callable[[Path], str]) -> Callable[[Path], str]:
-    """Return the function that writes one section for each file of this pattern."""
-    return lambda results: _joined(section(path) for path in sorted(results.glob(pattern)))
-
-
-def _joined(sections: Iterable[str]) -> str:
-    return "\n".join(sections)
-
-
-def _filled(page: str, name: str, content: str) -> str:
-    """Return the page with `content` between its marks `<!-- name: begin -->` and `<!-- name: end -->`."""
-    marks = re.compile(rf"(<!-- *{name}: *begin *-->).*?(<!-- *{name}: *end *-->)", re.DOTALL)
-    if len(marks.findall(page)) != 1:
-        raise ValueError(f"a page needs the marks {name}: begin and {name}: end exactly once")
-    return marks.sub(lambda match: f"{match[1]}\n\n{content}{match[2]}", page)
+def _timed(shape: str, *patterns: str) -> Callable[[Path], str]:
+    """Return the function that writes the tables of one command's results; `shape` is the title of their places."""
+    return _each(lambda path: _section(path, shape), *patterns)
 
 
 def _recorded(path: Path) -> str:
@@ -133,14 +87,14 @@ def _recorded(path: Path) -> str:
         f"{result['machine']['gpu']}, torch {result['versions']['torch']}, commit {result['commit']}; shapes: batch, "
         "heads, KV heads, tokens, head_dim (/value_dim).",
         "",
-        "| shape | cuDNN | " + " | ".join(name.removeprefix("polyhead, ") for name in names) + " |",
-        "|---" * (len(names) + 2) + "|",
     ]
+    table = []
     for row in result["rows"]:
         times = row["median_ms"]
         ratios = (f"{times[name] / times[recorded.CUDNN]:.2f}" if name in times else "-" for name in names)
-        lines.append(f"| {row['shape']} | {times[recorded.CUDNN]:.3g} ms | " + " | ".join(ratios) + " |")
-    return "\n".join([*lines, ""])
+        table.append((row["shape"], f"{times[recorded.CUDNN]:.3g} ms", *ratios))
+    header = ("shape", "cuDNN", *(name.removeprefix("polyhead, ") for name in names))
+    return "\n".join([*lines, *markdown_table(header, *table), ""])
 
 
 def _compared(path: Path) -> str:
@@ -153,35 +107,33 @@ def _compared(path: Path) -> str:
         f"formula states another number, bfloat16, CUDA graphs; {result['machine']['gpu']}, commit "
         f"{result['commit']}.",
         "",
-        "| | formula | parameters | GFLOP forward | cache bytes per token | forward | forward + backward | when |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    table = []
     for name, variant in floors.VARIANTS.items():
         cost = estimate_cost(variant.config, work)
         measured = [times.get(f"{name}, {mode}") for mode in (FORWARD, TRAINED)]
         forward, both = ("" if x is None else f"{x:.2f} ms" for x in measured)
-        lines.append(
-            f"| {_label(name)} | {variant.formula} | {cost.parameters:,} | {cost.matrix_flops / 1e9:.0f} | "
-            f"{cost.cache_bytes_per_token:,} | {forward} | {both} | {variant.when} |"
-        )
-    return "\n".join(lines) + "\n"
+        counts = f"{cost.parameters:,}", f"{cost.matrix_flops / 1e9:.0f}", f"{cost.cache_bytes_per_token:,}"
+        table.append((_label(name), variant.formula, *counts, forward, both, variant.when))
+    counted = ("parameters", "GFLOP forward", "cache bytes per token")
+    header = ("", "formula", *counted, "forward", "forward + backward", "when")
+    return "\n".join([*lines, *markdown_table(header, *table), ""])
 
 
 def _statements(results: Path) -> str:
     """Return a table of the sentences of reports: how many, how many failed, and which findings hold elsewhere."""
-    paths = sorted(results.glob(f"{STATEMENTS}*.jsonl"))
     header = ("model", "text", "sentences", "failed", "findings", "that hold on another text")
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for path in paths:
+    table = []
+    for path in sorted(results.glob("statements-*.jsonl")):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         own, others = ([row for row in rows if (row["place"] == OTHER) is x] for x in (False, True))
         failed = sum(row["verdict"] != "passed" for row in own)
         findings = sum(row["place"] == "findings" for row in own)
         holding = sum(row["verdict"] == "holds" for row in others)
         elsewhere = f"{holding} of {len(others)}, on {others[0]['other']}" if others else ""
-        first = own[0]
-        lines.append(f"| {first['model']} | {first['text']} | {len(own)} | {failed} | {findings} | {elsewhere} |")
-    return "\n".join([*lines, ""]) if paths else ""
+        counts = map(str, (len(own), failed, findings))
+        table.append((own[0]["model"], own[0]["text"], *counts, elsewhere))
+    return "\n".join([*markdown_table(header, *table), ""]) if table else ""
 
 
 def _training_table(path: Path) -> str:
@@ -193,12 +145,7 @@ def _training_table(path: Path) -> str:
     runs = f"{len(results)} training runs on {facts['text']}"
     table = [f"{runs}, {gpu}, torch {versions['torch']}, commit {commits}.", ""]
     if lines:
-        table += [
-            f"| {' | '.join(TRAINING_HEADER.get(name, name) for name in header)} |",
-            f"|{'---|' * len(header)}",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-        ]
+        table += [*markdown_table([TRAINING_HEADER.get(name, name) for name in header], *lines), ""]
     return "\n".join(table)
 
 
@@ -216,13 +163,12 @@ def _section(path: Path, shape: str) -> str:
         f"torch {versions['torch']}, Python {versions['python']}, commit {facts['commit']}, {facts['date'][:10]}; "
         f"{count} alternations. " + (f"{misses}." if misses == "No miss" else f"**{misses}.**"),
         "",
-        f"| benchmark | {shape} {COLUMNS}",
-        "|---|---|---|---|---|---|---|",
     ]
-    for bench, place, *others, bound in cells(rows):
-        line = (_label(bench), place, *map(_label, others), bound.replace("miss", "**miss**"))
-        lines.append(f"| {' | '.join(line)} |")
-    return "\n".join(lines) + "\n"
+    table = [
+        (_label(bench), place, *map(_label, others), bound.replace("miss", "**miss**"))
+        for bench, place, *others, bound in cells(rows)
+    ]
+    return "\n".join([*lines, *markdown_table(("benchmark", shape, *COLUMNS), *table), ""])
 
 
 def _label(words: str) -> str:
@@ -232,49 +178,40 @@ def _label(words: str) -> str:
     return words
 
 
-# What stands between the marks `<!-- name: begin -->` and `<!-- name: end -->` of the page.
 def _dynamic_heads(path: Path) -> str:
     results = dynamic_heads.read_results(path)
     facts, data = results[0].facts, ", ".join(dict.fromkeys(x.facts["data"] for x in results))
     commits = ", ".join(dict.fromkeys(str(x.facts["commit"])[:7] for x in results))
-    header, *lines = dynamic_heads.rows(results)
-    return "\n".join(
-        (
-            f"{len(results)} training runs on {data}, {facts['machine']['cpu']}, torch {facts['versions']['torch']}, "
-            f"commit {commits}.",
-            "",
-            f"| {' | '.join(header)} |",
-            "|---" * len(header) + "|",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-        )
-    )
+    runs = f"{len(results)} training runs on {data}, {facts['machine']['cpu']}, torch {facts['versions']['torch']}"
+    return "\n".join([f"{runs}, commit {commits}.", "", *markdown_table(*dynamic_heads.rows(results)), ""])
 
 
+# What is written between the marks `<!-- name: begin -->` and `<!-- name: end -->` of the page, from the files of
+# benchmarks/results that have these names.
 SECTIONS: dict[str, Callable[[Path], str]] = {
-    "layers": _layers,
-    "recorded": _each(f"{RECORDED}*.json", _recorded),
-    "replaced": _timed(REPLACED, "shape"),
-    "statistics": _timed(STATISTICS, "batch x heads x n x d"),
-    "inspection": _timed(INSPECTION, "model and text"),
+    "layers": _timed("batch x n x d_model x heads", "cpu-*.json", "cuda-*.json"),
+    "recorded": _each(_recorded, "recorded-*.json"),
+    "replaced": _timed("shape", "replaced-*.json"),
+    "statistics": _timed("batch x heads x n x d", "statistics-*.json"),
+    "inspection": _timed("model and text", "inspection-*.json"),
     "statements": _statements,
-    "viewer": _timed(VIEWER, "heads and text"),
-    "compared": _each(f"{VARIANTS}*.json", _compared),
-    "variants": _timed(VARIANTS, "heads and tokens"),
-    "monitoring": _timed(MONITORING, "model and tokens"),
-    "one-rank": _timed(ONE_RANK, "model and tokens, or shape"),
-    "training": _each(f"{TRAINING}*.jsonl", _training_table),
-    "dynamic-heads": _each(f"{DYNAMIC_HEADS}*.jsonl", _dynamic_heads),
-    "stability": _each(f"{STABILITY}*.jsonl", stability_section),
-    "quality": _each(f"{SURGERY}*.jsonl", quality_section),
-    "pruned-time": _timed(SURGERY, "call"),
-    "plan": _each(f"{PLAN}*.json", accuracy_section),
+    "viewer": _timed("heads and text", "viewer-*.json"),
+    "compared": _each(_compared, "variants-*.json"),
+    "variants": _timed("heads and tokens", "variants-*.json"),
+    "monitoring": _timed("model and tokens", "monitoring-*.json"),
+    "one-rank": _timed("model and tokens, or shape", "one-rank-*.json"),
+    "training": _each(_training_table, "training-*.jsonl"),
+    "dynamic-heads": _each(_dynamic_heads, "dynamic-heads-*.jsonl"),
+    "stability": _each(stability_section, "stability-*.jsonl"),
+    "quality": _each(quality_section, "surgery-*.jsonl"),
+    "pruned-time": _timed("call", "surgery-*.json"),
+    "plan": _each(accuracy_section, "plan-*.json"),
 }
 
 
 def draw_figures(results: Path = RESULTS, images: Path = ROOT / "docs" / "images") -> None:
     """Draw the figures to which sections link."""
-    for path in sorted(results.glob(f"{STABILITY}*.jsonl")):
+    for path in sorted(results.glob("stability-*.jsonl")):
         from benchmarks.stability.figure import draw
 
         if settings_of(found := read_stability(path)):

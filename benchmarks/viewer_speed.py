@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.cases import REPETITIONS, Case, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Pair, Run, Step
 from benchmarks.measuring.verdicts import Figure
 from polyhead.costs.measuring.runner import Timings
 from polyhead.masks import Mask
@@ -44,17 +44,15 @@ class Place:
 
 
 def plan(*, quick: bool = False, seed: int = 0, gpu: torch.device | None = None) -> list[Step]:
-    """32,768 tokens on a CPU, 131,072 on a GPU; an eighth of it for a quick look."""
-    device = torch.device("cpu") if gpu is None else gpu
-    dtype = torch.float32 if gpu is None else torch.bfloat16
-    run = Run(device, dtype, seed=seed, seconds=_SECONDS, fewest=_FEWEST, repetitions=0 if quick else REPETITIONS)
+    """Return the steps: 32,768 tokens on a CPU, 131,072 on a GPU; an eighth of them for a quick look."""
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=_SECONDS, fewest=_FEWEST)
     tokens = (32_768 if gpu is None else 131_072) // (8 if quick else 1)
     places = [Place(tokens, causal) for causal in (True, False)]
     return [Step("viewer", str(place), run, functools.partial(measure, run, place)) for place in places]
 
 
 def measure(run: Run, place: Place) -> Iterator[Case]:
-    """Time the server up to the text that it sends."""
+    """Yield the case of a place: the server's work up to the text that it sends."""
     recorded = _recorded(run, place)
     head = recorded.head(place.heads - 1)
     first = place.tokens // 2
@@ -97,7 +95,7 @@ def _recorded(run: Run, place: Place) -> RecordedAttention:
 
 
 def _plain(head: RecordedAttention, rows: tiles.Span, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights of some rows by the formula, without the log-sum-exp: every logit of theirs, [rows, keys]."""
+    """Compute the weights of some rows by the formula, without the log-sum-exp, [rows, keys]."""
     logits = head.query[0, 0, slice(*rows)].to(dtype) @ head.key[0, 0].to(dtype).T * head.query.shape[3] ** -0.5
     if head.mask is not None:
         index = torch.arange(*rows, device=logits.device)[:, None]
@@ -106,7 +104,7 @@ def _plain(head: RecordedAttention, rows: tiles.Span, dtype: torch.dtype = torch
 
 
 def _error(head: RecordedAttention, rows: tiles.Span, columns: tiles.Span) -> str:
-    """Compare some rows of a tile with float64; return the error, if any."""
+    """Compare some rows of a tile with float64; return an error message, empty if they agree."""
     some = rows[0], min(rows[0] + 64, rows[1])
     exact = _plain(head, some, torch.float64)[:, slice(*columns)].cpu()
     error = float((tiles.window(head, some, columns, 0, "sum")[0] - exact).abs().max())

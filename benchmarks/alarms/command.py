@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,8 +35,9 @@ def alarms(
     """
     import torch
 
-    from benchmarks.alarms.outcomes import outcomes, summary
+    from benchmarks.alarms.outcomes import outcome, summary
     from benchmarks.alarms.runs import study
+    from benchmarks.measuring.json_lines import write_rows
     from polyhead.costs.measuring import machine_facts
     from polyhead.errors import OptionError
 
@@ -46,11 +46,11 @@ def alarms(
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for name, runs in study(FIRST_SEED[split], quick=quick).items():
-        rows += outcomes(_trained(runs, traces and traces / f"{name}.pt"))
+        rows += map(outcome, _trained(runs, traces and traces / f"{name}.pt"))
         typer.echo(f"{name}: {len(runs)} runs")
     if output is not None:
         facts = {**machine_facts.describe(torch.device("cpu"), commit), "split": split, "quick": quick}
-        output.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *rows)), encoding="utf-8")
+        write_rows(output, facts, rows)
     typer.echo(summary(rows))
 
 

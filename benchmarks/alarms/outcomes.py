@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -75,8 +75,3 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         f"{len(healthy) - len(quiet)} others spike by themselves"
     )
     return "\n".join(lines)
-
-
-def outcomes(traces: Iterable[Trace]) -> list[dict[str, Any]]:
-    """Return the outcome of each run."""
-    return [outcome(trace) for trace in traces]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.alarms.stacked_model import COLUMNS, VOCABULARY, Sizes, StackedModels
+from benchmarks.training.text import english_text
 from polyhead.training import HeadLocation, StepRecord
 
 Data = Literal["text", "repeats", "chain", "topics", "previous"]
@@ -162,10 +162,8 @@ def _plant(models: StackedModels, index: int, run: Run, step: int) -> None:
 @cache
 def _text() -> Tensor:
     """The English default texts, with letters as 1 to 26, and everything else as six other symbols."""
-    folder = files("polyhead.sources") / "default_texts"
-    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.iterdir(), key=str) if path.name[:2] == "en"]
     others = {" ": 0, "\n": 27, ",": 28, ".": 29, "-": 30}
-    symbols = [ord(x) - 96 if "a" <= x <= "z" else others.get(x, 31) for x in "\n".join(texts).lower()]
+    symbols = [ord(x) - 96 if "a" <= x <= "z" else others.get(x, 31) for x in english_text().lower()]
     return torch.tensor(symbols)
 
 

@@ -27,6 +27,7 @@ def collectives(
     from torch.multiprocessing.spawn import spawn
 
     from benchmarks.collectives.runs import CASES, WORLD, predicted
+    from benchmarks.measuring.json_lines import write_rows
     from polyhead.costs.measuring import machine_facts
 
     with tempfile.TemporaryDirectory(prefix="polyhead-collectives.") as folder:
@@ -48,7 +49,7 @@ def collectives(
         typer.echo(f"{row['case']:>40}, {row['part']:>8}: {total:>10,} bytes, {same}; sockets {ratio:.3f} of it")
     if output is not None:
         facts = {**machine_facts.describe(torch.device("cpu"), commit), "width": width, "tokens": tokens}
-        output.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *rows)), encoding="utf-8")
+        write_rows(output, facts, rows)
     if differs:
         raise typer.Exit(1)
 

@@ -53,7 +53,9 @@ def coverage(
     import torch
 
     from benchmarks.coverage.pool import forked
-    from benchmarks.coverage.table import filled, line, read, write
+    from benchmarks.coverage.table import line, read, rendered
+    from benchmarks.measuring.json_lines import write_rows
+    from benchmarks.measuring.markdown import filled
     from polyhead.costs.measuring import machine_facts
 
     torch.set_num_threads(1)
@@ -75,8 +77,9 @@ def coverage(
                 print(line(found[key]), flush=True)
     finally:
         if output is not None:
-            write(output, facts, rows.values())
-            PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), facts, [*rows.values()]), encoding="utf-8")
+            write_rows(output, facts, rows.values())
+            tables = rendered(facts, [*rows.values()])
+            PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "coverage", f"{tables}\n\n"), encoding="utf-8")
     verdicts = [row[name] for row in found.values() for name in ("verdict", "surgery", "importance") if name in row]
     counts = Counter(row["verdict"] for row in found.values())
     typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import polyhead
 from benchmarks.coverage.catalogue import Call
 from benchmarks.coverage.judge import Match, assigned, matched, tables_of, tensors_of
 from benchmarks.coverage.oracle import Gate, Softmax, softmaxes_of
+from benchmarks.measuring.calls import default_dtype
 from polyhead.analysis.importance import ablate
 from polyhead.errors import OptionError, PolyheadError
 from polyhead.observation import HeadProfile
@@ -53,7 +53,7 @@ def judge_importance(model: nn.Module, call: Call) -> dict[str, Any]:
         found = _compared(call)
         note = {}
         if not found.error <= TOLERANCE:
-            with _float64():
+            with default_dtype(torch.float64):
                 rounded, found = found, _compared(call.in_float64())
             note = {"importance_note": f"compared in float64; in float32 it differs by {rounded.error:.1e}"}
     except PolyheadError as error:
@@ -67,16 +67,6 @@ def judge_importance(model: nn.Module, call: Call) -> dict[str, Any]:
         reason = f"not measured at {', '.join(found.unmatched[:3])}"
         return {"importance": PART, "importance_reason": reason, **numbers, **note}
     return {"importance": EVERY, **numbers, **note}
-
-
-@contextmanager
-def _float64() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def _compared(call: Call) -> _Found:

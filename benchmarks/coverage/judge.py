@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import polyhead
 from benchmarks.coverage.catalogue import Call
 from benchmarks.coverage.oracle import Rows, Softmax, joined, rows_of, softmaxes_of
+from benchmarks.measuring.calls import default_dtype
 from polyhead.errors import PolyheadError
 from polyhead.observation import HeadProfile
 
@@ -93,19 +94,16 @@ def _within_rounding(model: nn.Module, call: Call, plain: _Computed, result: Jud
     model's outputs may be off by twice as much as without a session, computed operator by operator, and statistics by
     as much as the logits of that computation justify.
     """
-    dtype = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(torch.float64)
-        exact_call = call.in_float64()
-        softmaxes, outputs = softmaxes_of(exact_call.model, exact_call)
-        exact = _Computed(outputs, [x for x in softmaxes if x.is_attention])
-        result.notes.append("within float32 rounding")
-        in_float64 = _observed(exact_call.model, exact_call, exact, copy.deepcopy(result), is_random=False)
+        with default_dtype(torch.float64):
+            exact_call = call.in_float64()
+            softmaxes, outputs = softmaxes_of(exact_call.model, exact_call)
+            exact = _Computed(outputs, [x for x in softmaxes if x.is_attention])
+            result.notes.append("within float32 rounding")
+            in_float64 = _observed(exact_call.model, exact_call, exact, copy.deepcopy(result), is_random=False)
     except Exception as error:  # noqa: BLE001 - not every model runs in float64
         wrong.notes.append(f"not judged in float64: {type(error).__name__}: {error}")
         return wrong
-    finally:
-        torch.set_default_dtype(dtype)
     if in_float64.verdict == WRONG:
         wrong.notes.append("also in float64: " + "; ".join((*in_float64.wrong, *in_float64.missing)))
         return wrong
@@ -259,8 +257,7 @@ def _rows(softmax: Softmax, heads: int, axis: int) -> Rows | None:
         if softmax.logits.numel() == 0 or count % heads:
             return None
         flat = softmax.logits.reshape(-1, *softmax.logits.shape[-2:])
-        merged = Softmax(softmax.kind, flat, softmax.modules, softmax.is_product, softmax.lowest, softmax.keys)
-        return rows_of(merged, heads, 0)
+        return rows_of(replace(softmax, logits=flat), heads, 0)
     return rows_of(softmax, heads, axis) if softmax.logits.shape[axis] == heads else None
 
 

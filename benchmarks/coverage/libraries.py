@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -33,21 +33,21 @@ def _declare_operators() -> None:
             _OPERATORS.append(library)
 
 
-def _absent(library: str, names: Iterable[str]) -> Iterator[Subject]:
-    def build() -> Any:
-        raise CannotBuildError(f"{library} is not installed")
+def _subject(library: str, name: str, build: Callable[[], nn.Module], **inputs: str) -> Subject:
+    """Return a model of a library that may be missing."""
 
-    return (Subject(library, name, build) for name in names)
+    def built() -> nn.Module:
+        if find_spec(library) is None:
+            raise CannotBuildError(f"{library} is not installed")
+        return build()
+
+    return of_tensors(library, name, built, **inputs)
 
 
 def timm_subjects() -> Iterator[Subject]:
     """Yield transformer models of timm, by name, with the arguments of the table."""
-    entries = table()["timm"]
-    if find_spec("timm") is None:
-        yield from _absent("timm", entries)
-        return
-    for name, entry in entries.items():
-        yield of_tensors("timm", name, partial(_timm, name, entry), x=f"float 2,3,{_size(entry)},{_size(entry)}")
+    for name, entry in table()["timm"].items():
+        yield _subject("timm", name, partial(_timm, name, entry), x=f"float 2,3,{_size(entry)},{_size(entry)}")
 
 
 def _size(entry: dict[str, Any]) -> int:
@@ -64,12 +64,8 @@ def _timm(name: str, entry: dict[str, Any]) -> nn.Module:
 
 def diffusers_subjects() -> Iterator[Subject]:
     """Yield transformer models of diffusers that the table has arguments for."""
-    entries = table()["diffusers"]
-    if find_spec("diffusers") is None:
-        yield from _absent("diffusers", entries)
-        return
-    for name, entry in entries.items():
-        yield of_tensors("diffusers", name, partial(_diffusers, name, entry["config"]), **entry["inputs"])
+    for name, entry in table()["diffusers"].items():
+        yield _subject("diffusers", name, partial(_diffusers, name, entry["config"]), **entry["inputs"])
 
 
 def _diffusers(name: str, config: dict[str, Any]) -> nn.Module:
@@ -81,12 +77,8 @@ def _diffusers(name: str, config: dict[str, Any]) -> nn.Module:
 
 def torchvision_subjects() -> Iterator[Subject]:
     """Yield the vision transformers of torchvision."""
-    names = ("VisionTransformer", "SwinTransformer", "SwinTransformer V2", "MaxVit")
-    if find_spec("torchvision") is None:
-        yield from _absent("torchvision", names)
-        return
-    for name in names:
-        yield of_tensors("torchvision", name, partial(_torchvision, name), x="float 2,3,64,64")
+    for name in ("VisionTransformer", "SwinTransformer", "SwinTransformer V2", "MaxVit"):
+        yield _subject("torchvision", name, partial(_torchvision, name), x="float 2,3,64,64")
 
 
 def _torchvision(name: str) -> nn.Module:

@@ -1,7 +1,7 @@
-"""Attention that a model computed, read from the operators that it ran; nothing here uses polyhead.
+"""Attention that a model computed, from the operators that it ran; nothing here uses polyhead.
 
-A dispatch mode sees every softmax of a forward, whoever wrote it: eager attention of transformers, PyTorch's own
-functions (their math kernel runs operator by operator) or softmax by hand. A softmax is attention over keys if its
+A dispatch mode receives every softmax of a forward: those of eager attention of transformers, of PyTorch's functions
+(their math kernel runs operator by operator), and softmax by hand. A softmax is attention over keys if its
 logits are a product of two activations and its result is multiplied with a third. Routers, samplers of deformable
 attention, pooling by a linear layer and state spaces get their logits from a product with a parameter, or with a copy
 of one, which broadcasting makes.
@@ -23,8 +23,8 @@ aten = torch.ops.aten
 _PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0}  # position of the first operand
 _SOFTMAXES = (aten._softmax, aten._safe_softmax)
 # Operators whose results are no longer logits or weights.
-_ENDS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten.convolution, aten.embedding)
-_SUMS = (aten.sum, aten.mean)
+_NORMS = (aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm)
+_ENDS = (*_NORMS, aten.convolution, aten.embedding, aten.sum, aten.mean)
 _COPIES = (aten.clone, aten._to_copy, aten.repeat)
 
 
@@ -42,7 +42,6 @@ class Softmax:
     is_product: bool  # whether its logits are a product of activations
     lowest: float = 0.0  # the lowest value of that product, or 0
     keys: set[int] = field(default_factory=set)  # sizes over which products contract it
-    is_summed: bool = False
     ordinals: dict[str, int] = field(default_factory=dict)
     multiplied: int = 0  # number of products before that with its values
 
@@ -125,9 +124,6 @@ class _Recorder(TorchDispatchMode):
             self._softmax("exp", logits, args[0], result)
         elif packet is aten.logsumexp and _address(args[0]) in self.products and len(self.stack):
             self.scaled.add(self.stack[-1].path)
-        elif packet in _SUMS:
-            for number in {n for x in inputs for n in self._numbers(x)}:
-                self.softmaxes[number].is_summed = True
         elif packet not in _ENDS:
             if lows := [self.products[_address(x)][1] for x in inputs if _address(x) in self.products]:
                 for output in outputs:
@@ -285,7 +281,7 @@ def rows_of(softmax: Softmax, heads: int, axis: int) -> Rows:
     keys = columns - softmax.has_sink()
     is_visible = logits[..., :keys] > softmax.masked
     is_row = is_visible.any(-1)
-    if queries == keys:  # the query of a key that nobody sees is padding
+    if queries == keys:  # the query of a key that no query sees is padding
         is_row &= is_visible.any((1, 2))[:, None]
     weights = logits.softmax(-1)
     entropy = -torch.special.xlogy(weights, weights).sum(-1)

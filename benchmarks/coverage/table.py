@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- coverage: begin -->", "<!-- coverage: end -->"
+from benchmarks.measuring.markdown import markdown_table
+
 VERDICTS = ("exact", "slow", "partial", "refused", "wrong")
 NONE = "no attention"
 SURGERY = {
@@ -27,11 +28,6 @@ def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the rows of a record, by library and name."""
     _, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return {(row["library"], row["name"]): row for row in rows}
-
-
-def write(path: Path, facts: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """Write a record: the machine and the versions, then one line per model."""
-    path.write_text("".join(json.dumps(x) + "\n" for x in ({"facts": facts}, *rows)), encoding="utf-8")
 
 
 def line(row: Row) -> str:
@@ -55,14 +51,6 @@ def _short(text: str, length: int = 160) -> str:
     return text if len(text) <= length else text[: length - 3].rpartition(" ")[0] + " ..."
 
 
-def filled(page: str, facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return the page with its table replaced."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"a page needs the marks {BEGIN} and {END} exactly once")
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{rendered(facts, rows)}\n\n{END}{rest.partition(END)[2]}"
-
-
 def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Return the tables as Markdown: counts of each library, then every model by its verdict."""
     libraries = list(dict.fromkeys(row["library"] for row in rows))
@@ -72,18 +60,17 @@ def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"{versions}, torch {facts['versions']['torch']}; commit {facts['commit'] or 'unknown'}; "
         f"{seconds / 60:.0f} minutes of CPU time.",
         "",
-        f"| library | models with softmax attention | {' | '.join(VERDICTS)} | exact | exact or slow "
-        "| the same of those built |",
-        "|---" * (len(VERDICTS) + 5) + "|",
     ]
+    counted = ("library", "models with softmax attention", *VERDICTS)
+    table = []
     for name in (*libraries, None):
         chosen = [row for row in rows if name in (row["library"], None) and row["verdict"] != NONE]
         counts = Counter(row["verdict"] for row in chosen)
-        cells = " | ".join(str(counts[verdict]) for verdict in VERDICTS)
         built = sum(row.get("built", True) for row in chosen)
         good = counts["exact"] + counts["slow"]
-        shares = f"{_share(counts['exact'], len(chosen))} | {_share(good, len(chosen))} | {_share(good, built)}"
-        lines.append(f"| {name or '**all**'} | {len(chosen)} | {cells} | {shares} |")
+        shares = _share(counts["exact"], len(chosen)), _share(good, len(chosen)), _share(good, built)
+        table.append((name or "**all**", f"{len(chosen)}", *(f"{counts[verdict]}" for verdict in VERDICTS), *shares))
+    lines += markdown_table((*counted, "exact", "exact or slow", "the same of those built"), *table)
     lines += ["", *_surgery(libraries, rows), "", *_importance(libraries, rows)]
     for library in libraries:
         lines += ["", f"## {library}", "", *_listed([row for row in rows if row["library"] == library])]
@@ -92,26 +79,23 @@ def rendered(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 def _surgery(libraries: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Return the table of models whose heads can be pruned, by library."""
-    lines = [f"| library | built | {' | '.join(SURGERY.values())} |", "|---" * (len(SURGERY) + 2) + "|"]
+    table = []
     for name in (*libraries, None):
         counts = Counter(row["surgery"] for row in rows if name in (row["library"], None) and "surgery" in row)
-        cells = " | ".join(str(counts[verdict]) for verdict in SURGERY)
-        lines.append(f"| {name or '**all**'} | {counts.total()} | {cells} |")
-    return lines
+        table.append((name or "**all**", f"{counts.total()}", *(f"{counts[verdict]}" for verdict in SURGERY)))
+    return markdown_table(("library", "built", *SURGERY.values()), *table)
 
 
 def _importance(libraries: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Return the table of models whose heads' importance is that of their own weights, by library."""
-    lines = [
-        f"| library | built | importance {' | '.join(IMPORTANCE.values())} | not measured |",
-        "|---" * (len(IMPORTANCE) + 3) + "|",
-    ]
+    first, *others = IMPORTANCE.values()
+    table = []
     for name in (*libraries, None):
         chosen = [x for x in rows if name in (x["library"], None) and x["verdict"] != NONE and x.get("built", True)]
         counts = Counter(row.get("importance") for row in chosen)
-        cells = " | ".join(str(counts[verdict]) for verdict in (*IMPORTANCE, None))
-        lines.append(f"| {name or '**all**'} | {len(chosen)} | {cells} |")
-    return lines
+        cells = (f"{counts[verdict]}" for verdict in (*IMPORTANCE, None))
+        table.append((name or "**all**", f"{len(chosen)}", *cells))
+    return markdown_table(("library", "built", f"importance {first}", *others, "not measured"), *table)
 
 
 def _share(count: int, total: int) -> str:
@@ -135,9 +119,10 @@ def _listed(rows: Sequence[Row]) -> list[str]:
             lines += [f"**Importance, {IMPORTANCE[verdict]}** ({len(names)}): {', '.join(sorted(names))}.", ""]
     others = [row for row in rows if row["verdict"] in ("wrong", "partial", "refused")]
     if others:
-        lines += ["| model | verdict | sites | reason |", "|---|---|---|---|"]
         others.sort(key=lambda row: (("wrong", "partial", "refused").index(row["verdict"]), row["name"]))
+        table = []
         for row in others:
             sites = f"{row.get('observed', 0)} of {row['sites']}" if row.get("sites") else "not built"
-            lines.append(f"| {row['name']} | {row['verdict']} | {sites} | {why(row).replace('|', chr(92) + '|')} |")
+            table.append((row["name"], row["verdict"], sites, why(row).replace("|", "\\|")))
+        lines += markdown_table(("model", "verdict", "sites", "reason"), *table)
     return lines[:-1] if lines and lines[-1] == "" else lines

@@ -12,12 +12,12 @@ from benchmarks.layer_speed import decode, layer, masked, overhead
 from benchmarks.layer_speed.contenders import Shape
 from benchmarks.measuring.cases import Case, Run, Step
 from polyhead.costs.measuring import machine_facts
+from polyhead.costs.measuring.runner import ALTERNATIONS
 
 SHAPES = {
     "cpu": ("2x10x512x8", "8x128x768x12", "2x1024x768x12", "1x4096x512x8"),
     "cuda": ("32x512x768x12", "8x2048x1024x16", "2x8192x2048x16", "1x32768x4096x32"),
 }
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 BENCHES: Mapping[str, Callable[[Run, Shape], Iterator[Case]]] = {
     "layer": layer.layer,
     "causal": layer.causal,
@@ -33,10 +33,8 @@ QUICK_ALTERNATIONS = 5
 def plan(
     only: Sequence[str], shapes: Sequence[Shape] | None, *, device: torch.device, quick: bool, seed: int
 ) -> list[Step]:
-    """Every part at every shape; the overhead has shapes of its own, at which the arithmetic vanishes."""
-    run = Run(device, DTYPES[device.type], seed=seed)
-    if quick:
-        run = Run(device, DTYPES[device.type], QUICK_ALTERNATIONS, seed, repetitions=0)
+    """Return the steps of every part at every shape; the overhead has small shapes of its own."""
+    run = Run.on(device, seed=seed, quick=quick, alternations=QUICK_ALTERNATIONS if quick else ALTERNATIONS)
     places = shapes or [Shape.parse(text) for text in SHAPES[device.type]]
     return [
         Step(part, str(shape), run, functools.partial(BENCHES[part], run, shape))
@@ -46,7 +44,7 @@ def plan(
 
 
 def file_name(device: torch.device, *, quick: bool, part: bool) -> str:
-    """One file a machine, so that a run replaces that of the same machine alone, and a look or a part no whole run."""
+    """Return the name of a machine's file; that of a quick or a partial run is another."""
     words = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

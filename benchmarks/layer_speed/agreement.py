@@ -1,4 +1,4 @@
-"""No ratio between functions that differ: every contender is held against float64 before it is timed."""
+"""Check every contender against float64 before it is timed: times of different functions are not compared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def formula(
 
 
 def check_output(name: str, output: Tensor, x: Tensor, weights: Weights, setting: Setting, seed: int) -> Agreement:
-    """The output on `x` at full size, at rows drawn from it, against the formula in float64."""
+    """Check random rows of the output on `x` at full size against the formula in float64."""
     tokens = x.shape[1]
     drawn = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[:ROWS].sort().values.to(x.device)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def check_output(name: str, output: Tensor, x: Tensor, weights: Weights, setting
         exact, plain = _both(lambda w, y: formula(y, w.weight, w.bias, w.heads, setting, drawn), weights, x)
     real = setting.real(tokens)
     if real is not None:
-        # A padded query's output is nobody's promise: ours gives the output bias, others attend with it.
+        # The output of a padded query is undefined: ours is the output bias, others attend with it.
         keep = real[:, drawn, None]
         actual, exact, plain = (torch.where(keep, y, torch.zeros_like(y)) for y in (actual, exact, plain))
     return hold(f"{name}: the output", actual, exact, plain)
@@ -62,7 +62,7 @@ def check_gradients(
     setting: Setting,
     seed: int,
 ) -> list[Agreement]:
-    """The gradients of the input and of the four weights on a shorter sequence, against the formula in float64."""
+    """Check the gradients of the input and the four weights on a shorter sequence against the formula in float64."""
     x = x[:2, :GRADIENT_TOKENS].detach()
     lengths = setting.lengths
     shorter = Setting(setting.causal, None if lengths is None else lengths[:2].clamp(max=x.shape[1]))

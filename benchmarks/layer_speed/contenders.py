@@ -1,4 +1,4 @@
-"""The layers that are timed against each other, all of them given the same weights and all called as `module(x)`."""
+"""The layers that are timed against each other, with the same weights, each called as `module(x)`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECTIONS = ("query", "key", "value", "output")
 
 
 class Unavailable(RuntimeError):
-    """A contender that this machine does not have; the words go into the results."""
+    """A contender that is not available on this machine; the message is stored in the results."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ PLAIN = Setting()
 
 @dataclass(frozen=True)
 class Weights:
-    """The four projections that every contender is given: weights [embed_dim, embed_dim] and biases [embed_dim]."""
+    """The four projections of every contender: weights [embed_dim, embed_dim] and biases [embed_dim]."""
 
     heads: int
     weight: dict[str, Tensor]
@@ -84,7 +84,7 @@ class Weights:
 
     @classmethod
     def random(cls, shape: Shape, *, device: torch.device, dtype: torch.dtype, seed: int) -> Weights:
-        """Drawn in float32 on the CPU, so that a seed means the same weights on every device."""
+        """Draw weights in float32 on the CPU, so that a seed draws the same ones for every device."""
         generator = torch.Generator().manual_seed(seed)
         width = shape.embed_dim
 
@@ -105,7 +105,7 @@ class Weights:
         )
 
     def linear(self, *names: str) -> nn.Linear:
-        """One linear layer that holds a copy of the named projections, one below the other."""
+        """Return one linear layer with copies of the named projections, stacked."""
         weight = torch.cat([self.weight[name] for name in names])
         linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
         linear.weight = nn.Parameter(weight.clone())
@@ -176,7 +176,7 @@ class TorchLayer(nn.Module):
 
 
 class _Plain(nn.Module):
-    """Base of the three contenders below: separate projections, heads by reshaping, masks kept by length."""
+    """Base of the three contenders below: heads by reshaping, and a cache of masks by length."""
 
     def __init__(self, weights: Weights, setting: Setting) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class ThreeLinear(_Plain):
 
 
 class Tutorial(ThreeLinear):
-    """The class that tutorials teach: the weights are a tensor of tokens x tokens, softmax and all in the open."""
+    """The implementation of tutorials, with materialised attention weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
@@ -246,7 +246,7 @@ class Tutorial(ThreeLinear):
 
 
 class XTransformers(nn.Module):
-    """x-transformers' attention, flash, nothing added. It has no biases of its own, so it is handed them."""
+    """Attention of x-transformers with flash kernels; it has no biases by itself and gets those of the others."""
 
     def __init__(self, weights: Weights, setting: Setting) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decoding one token with a preallocated cache: its time, and the promise that nothing is copied that grows with it."""
+"""Decoding one token with a preallocated cache: its time, and that a step copies nothing that grows with the cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BytesWritten(TorchDispatchMode):
 
 
 def decode(run: Run, shape: Shape) -> Iterator[Case]:
-    """One new token a sequence after `tokens` cached ones; no more than LARGEST."""
+    """Yield one new token per sequence after `tokens` cached ones, at most LARGEST."""
     tokens = min(shape.tokens, LARGEST)
     weights = Weights.random(shape, device=run.device, dtype=run.dtype, seed=run.seed)
     ours = Polyhead(weights, PLAIN).eval().layer
@@ -69,7 +69,7 @@ def decode(run: Run, shape: Shape) -> Iterator[Case]:
 
 
 def _last_token(x: Tensor, weights: Weights) -> Tensor:
-    """The output of the last token by the formula, which is what a step must give."""
+    """Return the output of the last token by the formula."""
     last = torch.tensor([x.shape[1] - 1], device=x.device)
     return formula(x, weights.weight, weights.bias, weights.heads, PLAIN, last)
 
@@ -79,7 +79,7 @@ def _check(name: str, exact: Tensor, plain: Tensor, output: Tensor) -> None:
 
 
 def bytes_of_step(run: Run, layer: polyhead.MultiHeadAttention, shape: Shape, cached: int) -> int:
-    """Bytes that operators write in one decoding step after `cached` tokens."""
+    """Return the bytes that operators write in one decoding step after `cached` tokens."""
     with torch.no_grad():
         cache = _filled(layer, run.inputs(shape.batch, cached, shape.embed_dim, salt=9), capacity=cached + 1)
         new = run.inputs(shape.batch, 1, shape.embed_dim, salt=10)

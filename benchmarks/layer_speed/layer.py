@@ -32,24 +32,27 @@ MASKED = (*WITHOUT_GUESTS, TRUSTING)
 
 
 def layer(run: Run, shape: Shape) -> Iterator[Case]:
-    """Self-attention without a mask, every contender; this is what the bounds are about."""
+    """Yield self-attention without a mask by every contender, with bounds."""
     names = tuple(name for name in CONTENDERS if name != TRUSTING)  # without a mask there is nothing to guard
     yield from _cases("layer", run, shape, PLAIN, names, bounded=OURS)
 
 
 def causal(run: Run, shape: Shape) -> Iterator[Case]:
-    """The same with a causal mask. The others trust their input to be finite, so ours is held to the bounds where it
-    trusts it too; what the guard against NaN costs stands beside it."""
+    """Yield the same with a causal mask.
+
+    The others assume that their input is finite, so the bounds are on ours with `finite=True`; ours with the guard
+    against NaN is timed as well.
+    """
     yield from _cases("causal", run, shape, Setting(causal=True), MASKED, bounded=TRUSTING)
 
 
 def padded(run: Run, shape: Shape) -> Iterator[Case]:
-    """A right-padded batch, in the same way."""
+    """Yield a right-padded batch, in the same way."""
     yield from _cases("padded", run, shape, Setting(lengths=padding(run, shape)), MASKED, bounded=TRUSTING)
 
 
 def padding(run: Run, shape: Shape) -> Tensor:
-    """Lengths from half of the tokens to all of them, [batch]; the first sequence is full if there are several."""
+    """Return lengths [batch] from half of the tokens to all; the first sequence is full if there are several."""
     generator = torch.Generator().manual_seed(run.seed)
     lengths = torch.randint((shape.tokens + 1) // 2, shape.tokens + 1, (shape.batch,), generator=generator)
     if shape.batch > 1:

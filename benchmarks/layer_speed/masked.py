@@ -13,7 +13,7 @@ import polyhead
 from benchmarks.layer_speed.contenders import Shape
 from benchmarks.layer_speed.layer import padding
 from benchmarks.measuring.agreement import hold_within
-from benchmarks.measuring.calls import FORWARD, TRAINING, without_gradients
+from benchmarks.measuring.calls import FORWARD, TRAINING, with_backward, without_gradients
 from benchmarks.measuring.cases import Case, Entrants, Pair, Run
 
 GUARDED = "polyhead.attention"
@@ -22,7 +22,7 @@ BUILT = "SDPA, mask built each call"
 
 
 def guard(run: Run, shape: Shape) -> Iterator[Case]:
-    """attention(mask=Mask.lengths) through `sdpa`, against `scaled_dot_product_attention` with the same mask."""
+    """Yield `attention(mask=Mask.lengths)` by `sdpa`, and `scaled_dot_product_attention` with the same mask."""
     size = (shape.batch, shape.heads, shape.tokens, shape.head_dim)
     query, key, value = tensors = [run.inputs(*size, salt=salt) for salt in (3, 4, 5)]
     upstream = run.inputs(*size, salt=6)
@@ -43,28 +43,16 @@ def guard(run: Run, shape: Shape) -> Iterator[Case]:
         exact = torch.where(dense.transpose(-2, -1), calls[BARE](), 0.0).double()
 
     def check(output: Tensor) -> None:
-        """Both run one kernel on the same numbers; what is left is the order of its blocks."""
+        """Allow for another order of the kernel's blocks alone, since both run it on the same numbers."""
         hold_within(GUARDED, output, exact, 4 * torch.finfo(output.dtype).eps * float(exact.abs().max()))
 
     for mode in (FORWARD, TRAINING):
         for tensor in tensors:
             tensor.requires_grad_(mode == TRAINING)
-        wrap = _with_backward(upstream, tensors) if mode == TRAINING else without_gradients
         found = Entrants()
         for name, call in calls.items():
-            found.enter(name, functools.partial(wrap, call), check if name == GUARDED else None)
+            build = functools.partial(without_gradients, call)
+            if mode == TRAINING:
+                build = functools.partial(with_backward, call, tensors, upstream)
+            found.enter(name, build, check if name == GUARDED else None)
         yield found.case(f"NaN guard, {mode}", shape, [Pair(GUARDED, BARE), Pair(GUARDED, BUILT)])
-
-
-def _with_backward(upstream: Tensor, leaves: list[Tensor]) -> Callable[[Callable[[], Tensor]], Callable[[], Tensor]]:
-    def wrap(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def step() -> Tensor:
-            for leaf in leaves:
-                leaf.grad = None
-            output = call()
-            output.backward(upstream)
-            return output.detach()
-
-        return step
-
-    return wrap

@@ -1,10 +1,9 @@
 """Overhead of a call besides the arithmetic: Python, dispatch and bookkeeping.
 
-Two figures. At a width where the arithmetic vanishes (one sequence of two tokens, 16 channels, 2 heads) the time of a
-call is its overhead: the same code runs as at any other size; with one thread, since waking others is no overhead of
-a layer's. And at the smallest shape of the table the whole time is
-set beside the others', overhead and arithmetic together. Beside them stands a count that no noise touches: how many
-Python and C functions one call enters.
+At a width at which the arithmetic is negligible (one sequence of two tokens, 16 channels, 2 heads) the time of a call
+is its overhead, since the same code runs as at any other size; with one thread, since waking others is no overhead of
+a layer. At the smallest shape of the table the whole time is compared, overhead and arithmetic. The number of Python
+and C functions that a call enters is reported as well, which is free of noise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SMALLEST = Shape(2, 10, 512, 8)
 
 
 def overhead(run: Run, shape: Shape) -> Iterator[Case]:
-    """Forward in eval under no_grad, and forward while gradients are recorded. `shape` is not used."""
+    """Yield the forward in eval under no_grad, and while gradients are recorded. `shape` is not used."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""No ratio between functions that differ: what is timed is held against float64 first."""
+"""Checks of results against float64, before anything is timed: times of different functions are not compared."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The suite holds our precision to a factor of 2. Here the question is whether a contender computes the same function
-# at all, and the kernels of others are not ours to bind.
+# Tests hold our precision to a factor of 2. Here it matters only that contenders, also those of others, compute the
+# same function.
 FACTOR = 4
 
 
 class Disagreement(Exception):
-    """A contender computes something else than the formula: there is nothing to compare."""
+    """A contender computes something else than the formula, so that its time is not comparable."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest error and the largest that is allowed."""
+    """Largest error, and largest allowed error."""
 
     error: float
     allowed: float
 
 
 def hold(what: str, actual: Tensor, exact: Tensor, plain: Tensor) -> Agreement:
-    """Error <= FACTOR * (error of the plain formula in the dtype of `plain` + eps * max|exact|)."""
+    """Raise unless error <= FACTOR * (error of the formula in the dtype of `plain` + eps * max|exact|)."""
     rounding = (plain.double() - exact).abs().max() + torch.finfo(plain.dtype).eps * exact.abs().max()
     return hold_within(what, actual, exact, FACTOR * float(rounding), why="is explained by rounding")
 
@@ -33,7 +33,7 @@ def hold(what: str, actual: Tensor, exact: Tensor, plain: Tensor) -> Agreement:
 def hold_within(
     what: str, actual: Tensor, exact: Tensor, allowed: float | Tensor, *, why: str = "is allowed"
 ) -> Agreement:
-    """Error <= `allowed`, a number or one for each element of `exact`. NaN never passes."""
+    """Raise unless error <= `allowed`, a number or one for each element of `exact`; NaN never passes."""
     if actual.shape != exact.shape:
         raise Disagreement(f"{what} has shape {list(actual.shape)}, not {list(exact.shape)}")
     errors = (actual.detach().double() - exact).abs()

@@ -34,18 +34,34 @@ class Run:
     fewest: int = FEWEST
     repetitions: int = REPETITIONS
 
-    def inputs(self, *size: int, salt: int = 0) -> Tensor:
-        """Random numbers, never zeros: some processors are faster on zeros.
+    @classmethod
+    def on(cls, device: torch.device | None, *, seed: int, quick: bool = False, **options: Any) -> Run:
+        """Return a run in bfloat16 on a GPU, or in float32 on the CPU, also for None; a quick one repeats no row."""
+        device = device or torch.device("cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return cls(device, dtype, seed=seed, repetitions=0 if quick else REPETITIONS, **options)
 
-        They are drawn on the CPU, so that a seed means the same numbers on every device.
+    def inputs(self, *size: int, salt: int = 0) -> Tensor:
+        """Return random numbers; not zeros, on which some processors are faster.
+
+        They are drawn on the CPU, so that a seed draws the same ones for every device.
         """
         generator = torch.Generator().manual_seed(1000 * self.seed + salt)
         return torch.randn(*size, generator=generator).to(self.device, self.dtype)
 
 
+def masked_name(name: object, causal: bool) -> str:
+    """Return the name of a benchmark or of a shape under a causal mask, or without one.
+
+    >>> masked_name("forward", True), masked_name("forward", False)
+    ('forward, causal', 'forward')
+    """
+    return f"{name}, causal" if causal else str(name)
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A contender and its baseline, or several of which the fastest is the baseline; the bound is on the ratio."""
+    """A contender, its baseline, or several of which the fastest is the baseline, and the bound on their ratio."""
 
     subject: str
     against: str | Sequence[str]
@@ -54,7 +70,7 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One benchmark at one shape, ready to be timed. Of equal pairs the first counts."""
+    """One benchmark at one shape, ready to be timed; of equal pairs the first counts."""
 
     bench: str
     shape: str
@@ -79,7 +95,7 @@ class Step:
 
 @dataclass
 class Entrants:
-    """Contenders at one shape: one that is absent or wrong is never timed."""
+    """Contenders at one shape; absent and wrong ones are not timed."""
 
     calls: dict[str, Callable[[], object]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -115,7 +131,7 @@ class Entrants:
         tidy()
 
     def case(self, bench: str, shape: object, pairs: Sequence[Pair] = (), **options: Any) -> Case:
-        """The case of these contenders; `options` are its other fields."""
+        """Return the case of these contenders; `options` are its other fields."""
         failed = "; ".join(self.failures)
         return Case(bench, str(shape), self.calls, pairs, absent=self.absent, failed=failed, **options)
 

@@ -19,7 +19,7 @@ from polyhead.observation.saving import write_atomically
 
 @dataclass(frozen=True)
 class Row:
-    """A timed case: every contender's time, and the ratios and figures that follow."""
+    """A timed case: the times of all contenders, and the ratios and figures derived from them."""
 
     bench: str
     shape: str
@@ -33,7 +33,7 @@ class Row:
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, timings: Timings, rounds: int = 1) -> Row:
-        """The row of a case with these times, which are of its calls."""
+        """Return the row of a case with these times of its calls."""
         each = {name: [sample / case.items for sample in samples] for name, samples in timings.samples_ms.items()}
         timings = Timings(each, timings.absent, timings.peak_mib)
         comparisons, floor = _compared(timings, case.pairs)
@@ -47,7 +47,7 @@ class Row:
         return [x for x in (*self.comparisons, *self.figures) if x.bound is not None]
 
     def found(self, verdict: Verdict) -> list[str]:
-        """The comparisons and figures with a verdict, in words; a failure is a miss."""
+        """Return the comparisons and figures with a verdict as text; a failure is a miss."""
         words = [f"{x}, {'above' if x.above else 'within'} {x.bound:g}" for x in self.bounded if x.verdict == verdict]
         words += [self.failed] if self.failed and verdict == "miss" else []
         return [f"{self.bench} at {self.shape}: {what}" for what in words]
@@ -70,7 +70,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Row:
-        """Read a row, also of a file from before rows were repeated; verdicts are not read but given anew."""
+        """Read a row, also of a file from before rows were repeated; verdicts are computed again."""
         comparisons = [
             Comparison(c["subject"], c["against"], Ratio(**c["ratio"]), c["bound"]) for c in row["comparisons"]
         ]
@@ -82,7 +82,7 @@ class Row:
 
 
 def _compared(timings: Timings, pairs: Sequence[Pair]) -> tuple[tuple[Comparison, ...], str | None]:
-    """The comparisons of those that ran, and the fastest of several baselines, if there were several."""
+    """Return the comparisons of contenders that ran, and the fastest baseline if there were several."""
     found: dict[tuple[str, str], Comparison] = {}
     floor = None
     for pair in pairs:
@@ -96,7 +96,7 @@ def _compared(timings: Timings, pairs: Sequence[Pair]) -> tuple[tuple[Comparison
 
 
 def write(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
-    """The whole run so far; written after every row, so that a run that is cut short leaves what it found."""
+    """Write the rows of a run so far, so that an interrupted run keeps them."""
     verdicts = {"misses": listed(rows, "miss"), "unsettled": listed(rows, "unsettled")}
     content = {**facts, **verdicts, "rows": [row.to_dict() for row in rows]}
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -104,23 +104,23 @@ def write(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The facts and the rows of a run."""
+    """Return the facts and the rows of a run."""
     facts = json.loads(path.read_text(encoding="utf-8"))
     return facts, [Row.from_dict(row) for row in facts.pop("rows")]
 
 
 def _samples_on_one_line(text: str) -> str:
-    """Keep a list of numbers on one line: thirty lines a list would bury the figures."""
+    """Put each list of numbers on one line."""
     return re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def listed(rows: Sequence[Row], verdict: Verdict) -> list[str]:
-    """Everything with a verdict, in words."""
+    """Return the comparisons and figures of all rows with a verdict as text."""
     return [words for row in rows for words in row.found(verdict)]
 
 
 def counted(rows: Sequence[Row]) -> str:
-    """The number of misses and of unsettled bounds, and how many of these have a median above the bound."""
+    """Return the number of misses and of unsettled bounds, and of these with a median above the bound, as text."""
     misses = len(listed(rows, "miss"))
     unsettled = [x for row in rows for x in row.bounded if x.verdict == "unsettled"]
     words = f"{misses} miss{'es' * (misses != 1)}" if misses else "No miss"
@@ -130,7 +130,7 @@ def counted(rows: Sequence[Row]) -> str:
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Lines of the table: a comparison or a figure each, and those that could not run with the reason.
+    """Yield the lines of the table: a comparison or a figure each, and contenders that could not run.
 
     The columns are benchmark, shape, ours, baseline, its time, the ratio with its interval, and the bound.
     """
@@ -150,7 +150,7 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def at_most(bound: float | None) -> str:
-    """A bound in words; one far below 1 as the fraction it was meant as.
+    """Return a bound as text; one far below 1 as a fraction.
 
     >>> at_most(1.05), at_most(1 / 23)
     ('<= 1.05', '<= 1/23')

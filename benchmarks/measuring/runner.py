@@ -1,4 +1,4 @@
-"""The runner of all timings: cases are timed in turn, noisy rows are repeated, results are shown and written."""
+"""The runner of all timings: times cases in turn, repeats noisy rows, prints and writes the results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows_of(cases: Iterable[Case], run: Run) -> Iterator[Row]:
 
 
 def joined(first: Timings, second: Timings) -> Timings:
-    """The samples of two rounds; a contender that ran in one alone is absent."""
+    """Return the samples of two rounds; a contender that ran in only one of them is absent."""
     names = [name for name in first.samples_ms if name in second.samples_ms]
     both = {name: first.samples_ms[name] + second.samples_ms[name] for name in names}
     return Timings(both, {**first.absent, **second.absent}, first.peak_mib)
@@ -68,9 +68,9 @@ def run_steps(
     strict: bool = False,
     **settings: object,
 ) -> None:
-    """Time all steps, show their rows and write them with the machine and the settings.
+    """Time all steps, print their rows and write them with the machine and the settings.
 
-    Exits with 1 if something of ours failed, or, where that is `strict`, if a bound is missed.
+    Exits with 1 if a contender of ours failed or, if `strict`, a bound is missed.
     """
     facts = {**machine_facts.describe(device, commit), **settings}
     rows: list[Row] = []
@@ -88,7 +88,7 @@ def run_steps(
 
 
 def _measured(steps: Sequence[Step]) -> Iterator[Row]:
-    """The rows as they come, with a bar on a terminal and a line a step elsewhere."""
+    """Yield the rows, with a progress bar on a terminal and a line per step elsewhere."""
     console, began = Console(stderr=True, highlight=False), time.perf_counter()
     with settled(), progress_bar(console) as bar:
         task = bar.add_task("", total=len(steps))
@@ -111,7 +111,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def print_table(header: Sequence[str], *lines: Sequence[str]) -> None:
-    """Print lines of cells at the width of the terminal; those that end in a miss or are unsettled stand out."""
+    """Print lines of cells at the width of the terminal, with misses and unsettled ones in colour."""
     table = Table(box=None, pad_edge=False)
     for name in header:
         table.add_column(name, overflow="fold")
@@ -123,6 +123,6 @@ def print_table(header: Sequence[str], *lines: Sequence[str]) -> None:
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar that is gone at the end, and never shown outside of a terminal."""
+    """Return a progress bar, which is removed at the end and shown on a terminal only."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,7 +1,7 @@
-"""The one definition of a miss, and the two kinds of measurements that it is applied to.
+"""The definition of a miss, and the two kinds of measurements with bounds.
 
-A miss is a median above its bound. A median whose 95% interval is wider than 2% of it decides nothing: its row is timed
-again, and what is still as wide after the last repetition is unsettled, which is neither a pass nor a miss.
+A miss is a median above its bound. A row with a 95% interval wider than 2% of its median is timed again; if it is still
+as wide after the last repetition, the bound is unsettled, neither passed nor missed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def judge(median: float, low: float, high: float, bound: float | None) -> Verdic
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios and the 95% bootstrap interval of that median."""
+    """Median of paired ratios and its 95% bootstrap interval."""
 
     median: float
     low: float
@@ -43,7 +43,7 @@ class Ratio:
 
 
 def paired_ratio(ours: list[float], theirs: list[float], *, seed: int = 0) -> Ratio:
-    """The median of ours[i] / theirs[i], with its interval by resampling the pairs.
+    """Return the median of ours[i] / theirs[i], with its interval by resampling the pairs.
 
     >>> print(paired_ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]))
     2.000 [2.000, 2.000]
@@ -57,7 +57,7 @@ def paired_ratio(ours: list[float], theirs: list[float], *, seed: int = 0) -> Ra
 
 
 class Bounded:
-    """A median with its interval and the most it may be, if anything."""
+    """A median with its interval, and its upper bound, if it has one."""
 
     bound: float | None
 
@@ -106,7 +106,7 @@ class Figure(Bounded):
 
     @classmethod
     def of_time(cls, name: str, samples_ms: list[float], bound: float | None = None) -> Figure:
-        """The median time of a contender, with its interval."""
+        """Return the median time of a contender, with its interval."""
         found = paired_ratio(samples_ms, [1.0] * len(samples_ms))
         return cls(name, found.median, "ms", bound, found.low, found.high)
 

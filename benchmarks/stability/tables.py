@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.alarms.outcomes import AHEAD
 from benchmarks.alarms.runs import PLANTED
+from benchmarks.measuring.markdown import markdown_table
 from benchmarks.stability.trials import CONTENDERS, PLANTS, Result, Setting, plant_name, read_results, verdict
 
 LIMIT = 100.0  # of the logits, in the column of the step from which on they are above it
@@ -130,14 +131,14 @@ def stability_section(path: Path) -> str:
     ]
     for setting in settings_of(results):
         own = [x for x in results if x.trial.setting == setting and x.trial.part == "clip"]
-        lines += [f"{setting}. {_summary(own)}", "", *_table(clip_rows(own)), ""]
+        lines += [f"{setting}. {_summary(own)}", "", *markdown_table(*clip_rows(own)), ""]
     if settings_of(results):
         image = f"../docs/images/{path.stem}.svg"
         lines += [f"![Loss and largest logit of each contender over the steps]({image})", ""]
     alarms = [x for x in results if x.trial.part == "alarms"]
     for setting in dict.fromkeys(x.trial.setting for x in alarms):
         own = [x for x in alarms if x.trial.setting == setting]
-        lines += [f"With alarms: {setting}.", "", *_table(alarm_rows(own)), ""]
+        lines += [f"With alarms: {setting}.", "", *markdown_table(*alarm_rows(own)), ""]
     return "\n".join(lines)
 
 
@@ -155,8 +156,3 @@ def _summary(results: Sequence[Result]) -> str:
             words += [f"{' and '.join(names)} {ending}"] if names else []
         sentences.append("; ".join(words))
     return ". ".join(sentences) + "."
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    header, *lines = rows
-    return [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *(f"| {' | '.join(line)} |" for line in lines)]

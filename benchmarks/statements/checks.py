@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.statements.columns import recomputed_column
-from benchmarks.statements.recomputed import RULES, Recomputed, Score
+from benchmarks.statements.recomputed import RULES, Recomputed, Score, student_quantile
 from benchmarks.statements.sentences import Statement
-from polyhead.analysis.intervals import student_quantile
 
 SLACK = 0.002  # of scores that decide about a role: float32, and bootstrap intervals of other draws
 PREDICTABLE = 0.75

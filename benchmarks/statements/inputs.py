@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.statements.materialised import Model
 from benchmarks.statements.recomputed import Context, Recomputed
@@ -73,9 +72,5 @@ def _contexts(reader: Reader, batches: list[Batch], probe: bool = False) -> list
         rows: Any = zip(batch.ids, batch.mask.bool(), batch.special, batch.documents, batch.pieces, strict=True)
         for ids, mask, special, document, piece in rows:
             number = int(document) if probe else _number(reader, int(document), int(piece))
-            found.append(Context(_kept(ids, mask), number, _kept(special, mask)))
+            found.append(Context(ids[mask], number, special[mask]))
     return found
-
-
-def _kept(x: Tensor, mask: Tensor) -> Tensor:
-    return x[mask]

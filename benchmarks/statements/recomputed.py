@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from statistics import NormalDist
 from typing import Any
@@ -236,7 +236,7 @@ class Recomputed:
 
     def _above(self, score: Score, random: Tensor | None) -> Score:
         null = score.null if random is None else score.null.clamp_min(float(random.nan_to_num(nan=-math.inf).max()))
-        return Score(score.score, score.low, null, score.threshold, score.halves, score.more, score.enough)
+        return replace(score, null=null)
 
     def _positional(self) -> Score:
         means, step, null = self.text.at_best_offset
@@ -392,7 +392,7 @@ def _with_threshold(role: str, score: Score) -> Score:
     least, rises, _ = RULES[role]
     threshold = torch.full_like(score.score, least)
     threshold = torch.maximum(threshold, (1 + score.null) / 2) if rises else threshold
-    return Score(score.score, score.low, score.null, threshold, score.halves, score.more, score.enough)
+    return replace(score, threshold=threshold)
 
 
 @dataclass(eq=False)

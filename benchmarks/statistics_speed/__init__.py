@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from benchmarks.measuring.cases import Case, Run, Step
+from benchmarks.measuring.cases import Case, Run, Step, masked_name
 from benchmarks.statistics_speed import attention, cpu, decode, layer, memory
 from benchmarks.statistics_speed.places import PARTS, Shape, shapes_of
 from polyhead.errors import OptionError
 
 __all__ = ["PARTS", "Shape", "plan"]
 
-_GPU_SECONDS, _GPU_QUICK_SECONDS = 1.0, 0.4  # of one place, warming up apart
-_CPU_SECONDS, _CPU_QUICK_SECONDS = 20.0, 4.0
+_SECONDS = {"cuda": (1.0, 0.4), "cpu": (20.0, 4.0)}  # of one place, warming up apart; of a quick look
 _QUICK_ALTERNATIONS, _QUICK_FEWEST = 11, 3
 
 
@@ -42,12 +42,8 @@ def plan(
 
 
 def _run(device: torch.device, quick: bool, seed: int) -> Run:
-    if device.type == "cpu":
-        seconds, dtype = _CPU_QUICK_SECONDS if quick else _CPU_SECONDS, torch.float32
-    else:
-        seconds, dtype = _GPU_QUICK_SECONDS if quick else _GPU_SECONDS, torch.bfloat16
-    run = Run(device, dtype, seed=seed, seconds=seconds)
-    return Run(device, dtype, _QUICK_ALTERNATIONS, seed, seconds, _QUICK_FEWEST, repetitions=0) if quick else run
+    options: dict[str, Any] = {"alternations": _QUICK_ALTERNATIONS, "fewest": _QUICK_FEWEST} if quick else {}
+    return Run.on(device, seed=seed, quick=quick, seconds=_SECONDS[device.type][quick], **options)
 
 
 def _gpu_steps(part: str, run: Run, shapes: Sequence[Shape], quick: bool) -> Iterator[Step]:
@@ -74,5 +70,4 @@ def _cpu_steps(run: Run, shapes: Sequence[Shape] | None, quick: bool) -> Iterato
 
 def _both(part: str, measure: Callable[[Run, Shape, bool], Iterator[Case]], run: Run, shape: Shape) -> Iterator[Step]:
     for causal in (False, True):
-        place = f"{shape}, causal" if causal else str(shape)
-        yield Step(part, place, run, functools.partial(measure, run, shape, causal))
+        yield Step(part, masked_name(shape, causal), run, functools.partial(measure, run, shape, causal))

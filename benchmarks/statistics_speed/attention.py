@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.measuring.agreement import Disagreement
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from benchmarks.measuring.verdicts import Figure
 from benchmarks.statistics_speed import contenders
 from benchmarks.statistics_speed.contenders import (
@@ -24,7 +24,7 @@ from benchmarks.statistics_speed.contenders import (
     TrainingStep,
 )
 from benchmarks.statistics_speed.exact import GRADIENT_TOKENS, Exact, Found, check_gradients, check_profile
-from benchmarks.statistics_speed.places import LONG, ROW_STATISTICS, Shape
+from benchmarks.statistics_speed.places import LONG, Shape
 from benchmarks.statistics_speed.problem import Problem
 from polyhead import profile
 from polyhead.costs.measuring.runner import Timings
@@ -36,16 +36,16 @@ MAP = BlockMap(block=(128, 128))
 
 
 def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> Iterator[Case]:
-    """Ours with and without row statistics against kernels that give none, and FlexAttention, which gives two."""
+    """Yield ours with and without row statistics, kernels without any, and FlexAttention, which returns two."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
     found = Entrants()
-    _enter_ours(found, exact, WITHOUT, lambda: contenders.ours(problem, ()))
-    _enter_ours(found, exact, WITH, lambda: contenders.ours(problem, ROW_STATISTICS))
+    enter_ours(found, exact, WITHOUT, lambda: contenders.with_rows(problem, ()))
+    enter_ours(found, exact, WITH, lambda: contenders.with_rows(problem))
     if causal:  # without a mask there is nothing to guard
-        _enter_ours(found, exact, GUARDED, lambda: contenders.ours(problem, ROW_STATISTICS, finite=False))
+        enter_ours(found, exact, GUARDED, lambda: contenders.with_rows(problem, finite=False))
     for name in (CUDNN, FLASH):
-        _enter_sdpa(found, exact, name)
+        enter_sdpa(found, exact, name)
     if compiled:
         found.enter(
             FLEX, lambda: contenders.flex(problem), lambda result: exact.check(FLEX, contenders.read_flex(result))
@@ -60,15 +60,15 @@ def forward(run: Run, shape: Shape, causal: bool, *, compiled: bool = True) -> I
         Pair(WITH, FLEX),
         Pair(GUARDED, WITH),
     ]
-    yield found.case(_named("forward", causal), shape, pairs)
+    yield found.case(masked_name("forward", causal), shape, pairs)
 
 
 def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
-    """Ours against the weights as a tensor with the same statistics; where they do not fit, that is the figure."""
+    """Yield ours and materialised weights with the same statistics; our time alone where the weights do not fit."""
     problem = Problem.draw(run, shape, causal=causal)
     exact = Exact(problem, seed=run.seed)
     found = Entrants()
-    _enter_ours(found, exact, WITH, lambda: contenders.ours(problem, ROW_STATISTICS))
+    enter_ours(found, exact, WITH, lambda: contenders.with_rows(problem))
     found.enter(
         MATERIALISED, lambda: contenders.materialised(problem), lambda result: exact.check(MATERIALISED, result)
     )
@@ -78,11 +78,11 @@ def materialised(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
         names = [WITH] if WITH in timings.samples_ms and MATERIALISED in timings.absent else []
         return [Figure.of_time(name, timings.samples_ms[name]) for name in names]
 
-    yield found.case(_named("materialised", causal), shape, [Pair(WITH, MATERIALISED, bound)], figures=alone)
+    yield found.case(masked_name("materialised", causal), shape, [Pair(WITH, MATERIALISED, bound)], figures=alone)
 
 
 def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
-    """Forward + backward, gradients of the output alone; then with a gradient through the entropy beside it."""
+    """Yield forward + backward with gradients of the output alone, and of the output and the entropy."""
     problem = Problem.draw(run, shape, causal=causal)
     step, short = TrainingStep(problem, seed=run.seed), TrainingStep(problem.shortened(GRADIENT_TOKENS), seed=run.seed)
     builders: dict[str, Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]]] = {
@@ -92,42 +92,38 @@ def backward(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
     }
     found = Entrants()
     for name, build in builders.items():
-        _enter_step(found, name, build, step, short)
+        enter_step(found, name, build, step, short)
     pairs = [Pair(WITH, CUDNN, TRAINING_BOUND), Pair(PENALTY, CUDNN), Pair(PENALTY, WITH)]
-    yield found.case(_named("forward + backward", causal), shape, pairs)
+    yield found.case(masked_name("forward + backward", causal), shape, pairs)
 
 
 def profiles(run: Run, shape: Shape, causal: bool) -> Iterator[Case]:
-    """Column sums and the block map, given the log-sum-exp, against cuDNN's whole forward."""
+    """Yield column sums and the block map, given the log-sum-exp, and cuDNN's whole forward."""
     problem = Problem.draw(run, shape, causal=causal)
     found = Entrants()
-    logsumexp = logsumexp_of(found, problem)
-    if logsumexp is not None:
-        found.enter(
-            PROFILE,
-            lambda: profile_of(problem, logsumexp, MAP),
-            lambda result: check_profile(PROFILE, problem, logsumexp, result),
-        )
-    _enter_sdpa(found, Exact(problem, seed=run.seed), CUDNN)
+    enter_profile(found, problem, MAP)
+    enter_sdpa(found, Exact(problem, seed=run.seed), CUDNN)
     bound = None if shape.tokens < LONG else 0.7 if shape.head_dim >= 128 else 0.85
-    yield found.case(_named("profile", causal), shape, [Pair(PROFILE, CUDNN, bound)])
+    yield found.case(masked_name("profile", causal), shape, [Pair(PROFILE, CUDNN, bound)])
 
 
-def logsumexp_of(found: Entrants, problem: Problem) -> Tensor | None:
-    """Inputs of the profile. Our forward takes no part in the timing; if it fails, so does the profile."""
-    kept: dict[str, Tensor] = {}
+def enter_profile(found: Entrants, problem: Problem, grid: BlockMap) -> bool:
+    """Enter the profile, given the log-sum-exp of our forward; if that is wrong, so is the profile.
+
+    The forward takes no part in the timing.
+    """
+    kept: list[Tensor] = []
     trial = Entrants()
 
     def keep(result: Any) -> None:
         Exact(problem).check_ours(PROFILE, Found.of(result))
-        kept["logsumexp"] = result.logsumexp
+        kept.append(result.logsumexp)
 
-    if not trial.enter(PROFILE, lambda: contenders.ours(problem, ()), keep):
+    if not trial.enter(PROFILE, lambda: contenders.with_rows(problem, ()), keep):
         found.failures += trial.failures
-    return kept.get("logsumexp")
+        return False
+    (logsumexp,) = kept
 
-
-def profile_of(problem: Problem, logsumexp: Tensor, grid: BlockMap) -> Callable[[], AttentionProfile]:
     def call() -> AttentionProfile:
         return profile(
             problem.query,
@@ -139,7 +135,7 @@ def profile_of(problem: Problem, logsumexp: Tensor, grid: BlockMap) -> Callable[
             backend=contenders.BACKEND,
         )
 
-    return call
+    return found.enter(PROFILE, lambda: call, lambda result: check_profile(PROFILE, problem, logsumexp, result))
 
 
 def _forward_bound(shape: Shape) -> float | None:
@@ -148,22 +144,22 @@ def _forward_bound(shape: Shape) -> float | None:
     return 1.10 if shape.head_dim >= 128 else 1.15
 
 
-def _enter_ours(found: Entrants, exact: Exact, name: str, build: Callable[[], Callable[[], Any]]) -> None:
-    found.enter(name, build, lambda result: exact.check_ours(name, Found.of(result)))
+def enter_ours(found: Entrants, exact: Exact, name: str, build: Callable[[], Callable[[], Any]]) -> bool:
+    return found.enter(name, build, lambda result: exact.check_ours(name, Found.of(result)))
 
 
-def _enter_sdpa(found: Entrants, exact: Exact, name: str) -> None:
+def enter_sdpa(found: Entrants, exact: Exact, name: str) -> None:
     found.enter(name, lambda: contenders.sdpa(exact.problem, name), lambda result: exact.check(name, Found(result)))
 
 
-def _enter_step(
+def enter_step(
     found: Entrants,
     name: str,
     build: Callable[[TrainingStep], Callable[[], tuple[Tensor, ...]]],
     step: TrainingStep,
     short: TrainingStep,
 ) -> None:
-    """The gradients are held against float64 where that has room, the step that is timed has to be finite."""
+    """Enter a step whose gradients agree with float64 on a short problem, and are finite on the timed one."""
     entropy_upstream = short.entropy_upstream if name == PENALTY else None
 
     def check(grads: tuple[Tensor, ...]) -> None:
@@ -172,7 +168,3 @@ def _enter_step(
             raise Disagreement(f"{name}: a gradient is not finite")
 
     found.enter(name, lambda: build(step), check)
-
-
-def _named(bench: str, causal: bool) -> str:
-    return f"{bench}, causal" if causal else bench

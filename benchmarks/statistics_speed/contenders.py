@@ -32,15 +32,33 @@ BACKEND = "fused"
 SDPA = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 
 
-def ours(problem: Problem, names: Sequence[str], *, finite: bool = True) -> Callable[[], AttentionOutput]:
+def ours(problem: Problem, **options: Any) -> Callable[[], AttentionOutput]:
+    """`polyhead.attention` with these options."""
     query, key, value, mask = problem.query, problem.key, problem.value, problem.mask
-    requested = tuple(names) or None
 
     def call() -> AttentionOutput:
         with torch.no_grad():
-            return polyhead.attention(
-                query, key, value, mask=mask, statistics=requested, logsumexp=True, backend=BACKEND, finite=finite
-            )
+            return polyhead.attention(query, key, value, mask=mask, **options)
+
+    return call
+
+
+def with_rows(
+    problem: Problem, names: Sequence[str] = ROW_STATISTICS, *, finite: bool = True, backend: str | None = None
+) -> Callable[[], AttentionOutput]:
+    """`polyhead.attention` with log-sum-exp and these statistics, from the kernels of a GPU by default."""
+    statistics = tuple(names) or None
+    return ours(problem, statistics=statistics, logsumexp=True, backend=backend or BACKEND, finite=finite)
+
+
+def pytorch(problem: Problem) -> Callable[[], Tensor]:
+    """PyTorch's own function with the kernel that it chooses."""
+    query, key, value, causal = problem.query, problem.key, problem.value, problem.causal
+    grouped = problem.shape.group > 1
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
     return call
 
@@ -90,7 +108,7 @@ def read_flex(result: tuple[Tensor, Any]) -> Found:
 
 
 def materialised(problem: Problem) -> Callable[[], Found]:
-    """Baseline that materialises: the weights as a tensor, softmax in float32, and each statistic read off them."""
+    """Return the baseline with materialised weights: softmax in float32, and each statistic computed from them."""
     tokens, device = problem.shape.tokens, problem.query.device
     place = torch.arange(tokens, device=device)
     distance = (place[:, None] - place).abs().float()
@@ -141,7 +159,7 @@ class TrainingStep:
                 mask=mask,
                 statistics=ROW_STATISTICS,
                 logsumexp=True,
-                backend=BACKEND if backend is None else backend,
+                backend=backend or BACKEND,
                 finite=True,
             )
             if not penalty:

@@ -51,14 +51,14 @@ class Exact:
         return formula(self.problem, self.index, self.problem.query.dtype)
 
     def check(self, name: str, found: Found) -> None:
-        """Anybody: what rounding at every step explains."""
+        """Raise unless rounding at every step explains the errors."""
         with torch.no_grad():
             hold(f"{name}: the output", self._rows(found.output), self.right.output, self.plain.output)
             for what, actual in found.rows.items():
                 hold(f"{name}: {what}", self._rows(actual), self.right.rows[what], self.plain.rows[what])
 
     def check_ours(self, name: str, found: Found) -> None:
-        """Ours: the output likewise, and the statistics within bounds of their own."""
+        """Check the output in the same way, and our statistics within absolute bounds."""
         self.check(name, Found(found.output))
         key = self.problem.key[-1].float().norm(dim=-1).amax(-1).repeat_interleave(self.problem.shape.group)
         query = self._rows(self.problem.query).float().norm(dim=-1)
@@ -78,7 +78,7 @@ class Exact:
 
 
 def formula(problem: Problem, index: Tensor, dtype: torch.dtype) -> Found:
-    """The last sequence's queries at `index`: one KV head at a time, every intermediate in `dtype`."""
+    """Compute the last sequence's queries at `index`, one KV head at a time, with every intermediate in `dtype`."""
     group = problem.shape.group
     outputs, rows = [], []
     for head in range(problem.shape.kv_heads):
@@ -110,7 +110,7 @@ def _one_key_head(
 def check_gradients(
     name: str, problem: Problem, grads: tuple[Tensor, ...], upstream: Tensor, entropy_upstream: Tensor | None
 ) -> None:
-    """The gradients of query, key and value at a short problem, against autograd through the formula."""
+    """Check the gradients of query, key and value of a short problem against autograd through the formula."""
 
     def reference(dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (problem.query, problem.key, problem.value)]
@@ -133,9 +133,9 @@ def check_gradients(
 
 
 def check_profile(name: str, problem: Problem, logsumexp: Tensor, profile: AttentionProfile) -> None:
-    """Column sums at keys drawn at random against float64, and the map against rows that sum to one and against them.
+    """Check column sums at random keys against float64, and the map against its row sums and the column sums.
 
-    Each is held to 1e-3 of itself or of 1, whichever is more.
+    The tolerance is 1e-3 of the larger of 1 and the exact value.
     """
     received, block_map = profile.received, profile.block_map
     assert received is not None and block_map is not None and profile.block is not None

@@ -22,10 +22,10 @@ BOUNDS = {"cuda": (0.35, 2048), "cpu": (1.0, 1024)}  # and the tokens from which
 
 
 def layer(run: Run, shape: Shape) -> Iterator[Case]:
-    """Self-attention of width heads * head_dim. Theirs returns weights, and no statistics of them.
+    """Yield forward and training of self-attention of width heads * head_dim; the bound is on the forward.
 
-    It does so head by head, which statistics would need, or averaged over the heads, which `need_weights=True` means by
-    default and costs one more pass. Ours is held to both. The bound is on the forward; training stands beside it.
+    PyTorch's layer returns the weights of each head, from which statistics could be computed, or their mean over heads,
+    which is the default of `need_weights=True` and costs one more pass. Ours is compared with both.
     """
     width = shape.heads * shape.head_dim
     ours = polyhead.MultiHeadAttention(width, shape.heads, num_kv_heads=shape.kv_heads, finite=True)
@@ -111,7 +111,7 @@ def _step(
 
 
 def _checks(layer: polyhead.MultiHeadAttention, x: Tensor, shape: Shape, seed: int) -> Callable[[str, Found], None]:
-    """Hold a result against the layer's formula in float64, at rows of the last sequence."""
+    """Return a check of results against the layer's formula in float64, at rows of the last sequence."""
     drawn = torch.randperm(shape.tokens, generator=torch.Generator().manual_seed(seed))[:ROWS]
     index = drawn.sort().values.to(x.device)
     exact, plain = (_formula(layer, x[-1:], shape, index, dtype) for dtype in (torch.float64, x.dtype))

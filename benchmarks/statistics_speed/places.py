@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PARTS = ("forward", "backward", "profile", "materialised", "memory", "layer", "decode", "cpu")
-# With log-sum-exp, which stands on the output, these are the four that the figures are about.
+# Requested in addition to the log-sum-exp.
 ROW_STATISTICS = ("max_logit", "entropy", "mean_distance")
 DECODE_STATISTICS = ("max_logit", "entropy")
 LONG = 4096  # tokens from which on the bounds hold

@@ -73,7 +73,7 @@ def surgery(
     timed: Annotated[
         bool,
         typer.Option(
-            "--time", help="Only the time that heads which are gone save, over counted FLOPs; needs no text or model."
+            "--time", help="Only the time that removed heads save, over counted FLOPs; needs no text or model."
         ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Little text and few shares: a look, no figure.")] = False,
@@ -82,9 +82,9 @@ def surgery(
 ) -> None:
     """Measure the quality of models pruned in closed form.
 
-    Every criterion at every share, not repaired and repaired, and random heads five times; then, where it matters,
-    ways to weigh errors, to repair in order and to search. The best method is selected on the choosing split, and
-    the last table has its result on the reporting split. Finished points are kept one by one.
+    Every criterion at every share, with and without compensation, and random heads five times; then, at the shares
+    that matter, ways to weigh errors, to compensate and to search. The best method is selected on the choosing split,
+    and the last table has its result on the reporting split. Finished points are kept one by one.
     """
     from rich.console import Console
 
@@ -240,7 +240,7 @@ def prediction(
 
 
 def _kept(rows: Iterable[dict[str, Any]], facts: dict[str, Any], output: Path | None) -> Iterator[dict[str, Any]]:
-    """The rows as they come, each printed and added to the file."""
+    """Yield the rows, after each was printed and added to the file."""
     name = facts.pop("model")
     for row in rows:
         typer.echo(json.dumps(row))
@@ -259,7 +259,7 @@ def _task(
     polyhead: bool = False,
     **options: int | None,
 ) -> tuple[Task, dict[str, Any]]:
-    """A model on its text, and the facts of the machine; options that are None are left to the task.
+    """Return a model on its text, and the facts of the machine; options that are None are left to the task.
 
     `polyhead` runs the model with polyhead's attention.
     """
@@ -287,7 +287,7 @@ def _task(
 def _points(
     task: Task, part: str | None, shares: tuple[float, ...] | None, *, quick: bool
 ) -> dict[Point, tuple[Split, ...]]:
-    """Points to measure, and their splits: curves choose nothing, and are measured on the reporting one alone."""
+    """Return the points to measure and their splits; curves are measured on the reporting split alone."""
     from benchmarks.surgery_quality.points import SHARES, curves, tuned
 
     found: dict[Point, tuple[Split, ...]] = {}
@@ -311,7 +311,7 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
 
 
 def _native(task: Task) -> list[str]:
-    """Layouts of fewer heads that a native class can hold, as 6/3 and 6/2 of 9/3: none where heads share no keys."""
+    """Return layouts of fewer heads for native classes, as 6/3 and 6/2 of 9/3; none without shared KV heads."""
     from polyhead.surgery import find_layers
 
     layouts = {(x.layout.num_heads, x.layout.num_kv_heads) for x in find_layers(task.model) if x.layout is not None}

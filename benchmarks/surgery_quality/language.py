@@ -57,7 +57,7 @@ class LanguageTask:
 
     @classmethod
     def read(cls, model: nn.Module, tokenizer: Any, path: Path, **options: Any) -> LanguageTask:
-        """On a file of plain text."""
+        """Read a file of plain text."""
         encoded = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)
         return cls(model, torch.tensor(encoded["input_ids"]), **options)
 
@@ -76,7 +76,7 @@ class LanguageTask:
 
     @torch.no_grad()
     def _losses(self, rows: Tensor) -> Tensor:
-        """The mean loss of each row's tokens, float64 on the CPU."""
+        """Return the mean loss of each row's tokens, float64 on the CPU."""
         found = []
         for part in rows.split(self.batch):
             logits = self.model(input_ids=part, use_cache=False).logits[:, :-1]
@@ -86,7 +86,7 @@ class LanguageTask:
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of the next token, summed over a batch."""
+    """Return the next-token loss, summed over a batch."""
     ids = batch["input_ids"]
     logits = model(**batch).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")

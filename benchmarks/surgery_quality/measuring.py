@@ -1,4 +1,4 @@
-"""Measure points: choose heads, repair what stays, and see what the model is worth without them."""
+"""Measure points: choose heads, compensate for them, and evaluate the model without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from benchmarks.surgery_quality.points import Point, Result, parse_native
-from benchmarks.surgery_quality.tasks import Split, Task
+from benchmarks.surgery_quality.tasks import SPLITS, Split, Task
 from polyhead.surgery.compensation.distillation import distil
 from polyhead.surgery.compensation.least_squares import (
     OutputProjection,
@@ -22,12 +22,11 @@ from polyhead.surgery.selection.quality import Fidelity, Perplexity
 from polyhead.surgery.selection.search import TRIES, measured_orders, refined, refined_sets
 from polyhead.surgery.selection.uniform import fits_native, uniform_sets
 
-SPLITS: tuple[Split, ...] = ("choose", "report")
 RemovedHeads = dict[str, tuple[int, ...]]
 
 
 class Bench:
-    """One task, whose evidence is gathered once for all points."""
+    """One task, whose evidence is collected once for all points."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Bench:
         return sum(heads.num_heads for heads in self.evidence.heads.values())
 
     def measure(self, point: Point, splits: Sequence[Split] = SPLITS) -> Result:
-        """Its figures on these splits; the model is afterwards as it was."""
+        """Return the figures of a point on these splits; the model is as before afterwards."""
         began = time.perf_counter()
         gone = self.choose(point)
         outputs = self.outputs(point, gone)
@@ -64,7 +63,7 @@ class Bench:
         return Result(point, numbers, self.heads, form, figures, seconds, self.facts)
 
     def choose(self, point: Point) -> RemovedHeads:
-        """The heads that go, by layer."""
+        """Return the removed heads by layer."""
         if point.native is not None:
             sets = uniform_sets(self.evidence, *parse_native(point.native), point.weighting)
             if not point.searched:

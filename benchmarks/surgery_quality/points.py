@@ -22,16 +22,15 @@ Compensation = Literal["no", "once", "distilled", "layer", "output", "stream"]
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 SEEDS = (0, 1, 2, 3, 4)
 SAME = ("model", "text", "calibration", "rows")  # facts that all points of a file share
-PARTS = ("tuned", "curves")
 DRAWN: tuple[Weighting, ...] = ("none", "direction", "token")  # the weightings that have whole curves
 
 
 @dataclass(frozen=True)
 class Point:
-    """Heads to take out, by what they are chosen, and what is done about it.
+    """Heads to remove, the criterion by which they are chosen, and their compensation.
 
-    `native` names heads and KV heads that every layer ends with, as "6/3", so that a native class can load them; None
-    leaves layers to end with as many as it may be. `searched` moves heads between layers by what is measured.
+    `native` are the heads and KV heads of every layer afterwards, as "6/3", so that a native class can load them; None
+    for any numbers. `searched` moves heads between layers by measured losses.
     """
 
     criterion: str
@@ -70,7 +69,7 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Of the heads, gone."""
+        """Share of the heads that were removed."""
         return sum(self.gone.values()) / self.heads
 
     def to_json(self) -> str:
@@ -95,7 +94,7 @@ def is_done(point: Point, results: Iterable[Result], splits: Iterable[Split]) ->
 
 
 def check_alike(results: Iterable[Result], facts: Mapping[str, Any]) -> None:
-    """That what a file holds was measured on the same model and as much of the same text."""
+    """Raise unless the points of a file were measured on the same model and as much of the same text."""
     requested = {name: facts.get(name) for name in SAME}
     for result in results:
         held = {name: result.facts.get(name) for name in SAME}
@@ -104,7 +103,7 @@ def check_alike(results: Iterable[Result], facts: Mapping[str, Any]) -> None:
 
 
 def curves(shares: Iterable[float] = SHARES) -> list[Point]:
-    """Every criterion at every share, with and without compensation; errors weighted and not, and the controls."""
+    """Return every criterion at every share, with and without compensation and weights, and the random controls."""
     found = []
     for share in shares:
         for name in CRITERIA:
@@ -116,9 +115,9 @@ def curves(shares: Iterable[float] = SHARES) -> list[Point]:
 
 
 def tuned(shares: Iterable[float], native: Iterable[str]) -> list[Point]:
-    """Ways to weigh, to repair and to search, at the shares that matter; which is best is read off the choosing split.
+    """Return ways to weigh errors, to compensate and to search, at the shares that matter.
 
-    The forms that native classes can hold are given as "heads/KV heads" of every layer.
+    `native` are forms that native classes can hold, "heads/KV heads" of every layer.
     """
     found = []
     places = [(share, None) for share in shares] + [(0.0, form) for form in native]

@@ -1,4 +1,4 @@
-"""Sentence embeddings on STS-B: Spearman's correlation with people's judgements, and likeness to the whole model's.
+"""Sentence embeddings on STS-B: Spearman correlation with human scores, and similarity to those of the whole model.
 
 Calibrated on sentences of the train file, chosen on the dev file, reported on the test file. An embedding is the mean
 of the last hidden states over all tokens but padding, normalised.
@@ -29,7 +29,7 @@ SEARCH_SENTENCES = 512
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentences two by two, with how alike people find them, from 0 to 5."""
+    """Pairs of sentences, and the human scores of their similarity, from 0 to 5."""
 
     one: tuple[str, ...]
     other: tuple[str, ...]
@@ -37,7 +37,7 @@ class Pairs:
 
     @classmethod
     def read(cls, path: Path) -> Pairs:
-        """A file of STS-B: tab-separated, the score fifth, the sentences sixth and seventh."""
+        """Read a file of STS-B: tab-separated, the score fifth, the sentences sixth and seventh."""
         rows = [line.split("\t") for line in path.read_text(encoding="utf-8").split("\n") if line]
         if not rows or any(len(row) < 7 for row in rows):
             raise OptionError(f"a file of STS-B has seven columns with tabs between, got {path}")
@@ -45,7 +45,7 @@ class Pairs:
         return cls(tuple(row[5] for row in rows), tuple(row[6].rstrip("\r") for row in rows), scores)
 
     def some(self, count: int | None) -> Pairs:
-        """So many of them, from all over."""
+        """Return so many of them, evenly spaced."""
         if count is None or count >= len(self.one):
             return self
         places = [index * len(self.one) // count for index in range(count)]
@@ -72,7 +72,7 @@ class SentenceTask:
         rows: int | None = None,
         batch: int = 64,
     ) -> None:
-        """At most `calibration` sentences are calibrated on, and `rows` pairs, from all over a split, measured on."""
+        """At most `calibration` sentences are calibrated on, and `rows` evenly spaced pairs of a split measured on."""
         self.model = model
         self.tokenizer = tokenizer
         self.batch = batch
@@ -95,7 +95,7 @@ class SentenceTask:
 
     @classmethod
     def read(cls, model: nn.Module, tokenizer: Any, folder: Path, **options: Any) -> SentenceTask:
-        """On a folder with sts-train.csv, sts-dev.csv and sts-test.csv."""
+        """Read a folder with sts-train.csv, sts-dev.csv and sts-test.csv."""
         missing = [name for name in ("train", "dev", "test") if not (folder / f"sts-{name}.csv").exists()]
         if missing:
             raise OptionError(
@@ -120,21 +120,24 @@ class SentenceTask:
         return 1 - float((self._embeddings(self._search) * self._search_whole).sum(1).mean())
 
     def probe(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Each embedding along a random direction: its squared slopes are, on average, those of likeness to itself."""
+        """Return each embedding along a random direction, summed.
+
+        Its squared slopes are, on average, those of the similarity to the embedding of the whole model.
+        """
         found = embed(model, batch)
         drawn = torch.randn(found.shape, generator=self._generator)
         return (found * drawn.to(found)).sum()
 
     @torch.no_grad()
     def _embeddings(self, batches: Sequence[tuple[list[int], Batch]]) -> Tensor:
-        """Of every sentence, normalised, float64 on the CPU."""
+        """Return the embedding of every sentence, normalised, float64 on the CPU."""
         found = [embed(self.model, batch) for _, batch in batches]
         places = torch.tensor([place for order, _ in batches for place in order])
         rows = torch.cat(found).double().cpu()
         return torch.empty_like(rows).index_copy_(0, places, rows)
 
     def _batches(self, sentences: Sequence[str]) -> list[tuple[list[int], Batch]]:
-        """Sentences of like length together, with their places."""
+        """Return batches of sentences of similar length, with their indices."""
         order = sorted(range(len(sentences)), key=lambda place: (len(sentences[place]), place))
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)]
         return [(group, self._encoded([sentences[place] for place in group])) for group in groups]
@@ -161,28 +164,28 @@ class _Read:
     batches: list[tuple[list[int], Batch]]
 
     def likeness(self, embeddings: Tensor) -> Tensor:
-        """The cosine of every pair."""
+        """Return the cosine of every pair."""
         places = {sentence: place for place, sentence in enumerate(self.pairs.sentences)}
         one, other = ([places[x] for x in side] for side in (self.pairs.one, self.pairs.other))
         return (embeddings[one] * embeddings[other]).sum(1)
 
 
 def embed(model: nn.Module, batch: Batch) -> Tensor:
-    """[sentences, width], normalised."""
+    """Return embeddings [sentences, width], normalised."""
     states = model(**batch).last_hidden_state.float()
     real = batch["attention_mask"][..., None].to(states)
     return F.normalize((states * real).sum(1) / real.sum(1).clamp_min(1), dim=1)
 
 
 def pair_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean square of what cosines of pairs are off people's judgements, both from 0 to 1."""
+    """Return the mean squared difference of cosines of pairs and human scores, both from 0 to 1."""
     found = embed(model, {name: x for name, x in batch.items() if name != "likeness"})
     one, other = found.chunk(2)
     return ((one * other).sum(1) - batch["likeness"].to(found)).square().mean()
 
 
 def paired_error(found: Tensor, before: Tensor, gold: Tensor) -> float:
-    """The standard error of the difference of two rank correlations over the same pairs, by the bootstrap."""
+    """Return the bootstrap standard error of the difference of two rank correlations over the same pairs."""
     generator = torch.Generator().manual_seed(0)
     changes = []
     for _ in range(RESAMPLES):

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.surgery_quality.points import DRAWN, Point, Result, curves
-from benchmarks.surgery_quality.tasks import Figure, Split
+from benchmarks.surgery_quality.tasks import SPLITS, Figure, Split
 
 HEADLINES = {"perplexity": False, "spearman": True}  # and whether more of it is better
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One way to choose and to repair, over shares of heads gone: at each the figures of its seeds."""
+    """One way to choose heads and to compensate, over shares of removed heads: at each the figures of its seeds."""
 
     name: str
     shares: tuple[float, ...]
@@ -26,7 +26,7 @@ class Curve:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """The figure that these results are chosen by."""
+    """Return the figure by which the best of these results is chosen."""
     return next(name for name in HEADLINES if name in results[0].figures["report"])
 
 
@@ -45,7 +45,7 @@ def is_curve(point: Point) -> bool:
 
 
 def best_by_place(results: Sequence[Result]) -> dict[str, Result]:
-    """At each place the result that is best on the choosing split, of those measured there; the control is none."""
+    """Return the best result at each place on the choosing split, without the random controls."""
     if not results:
         return {}
     name = headline(results)
@@ -89,10 +89,9 @@ def curves_of(results: Sequence[Result], figure: str, split: Split = "report") -
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """The best way at each place as lines of a table, its header first."""
+    """Return the best way at each place as a table, header first."""
     names = list(results[0].figures["report"]) if results else []
-    splits: tuple[Split, ...] = ("choose", "report")
-    figures = [(name, split) for name in names for split in splits]
+    figures = [(name, split) for name in names for split in SPLITS]
     header = ("place", "heads gone", "way, chosen on the choosing split", "loads in")
     lines: list[tuple[str, ...]] = [(*header, *(f"{name}, {split}" for name, split in figures))]
     for place, result in best_by_place(results).items():
@@ -103,6 +102,6 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def formatted(figure: Figure) -> str:
-    """A figure with its standard error."""
+    """Return a figure with its standard error as text."""
     places = 2 if abs(figure.value) >= 2 else 4
     return f"{figure.value:.{places}f} ± {figure.error:.{places}f}"

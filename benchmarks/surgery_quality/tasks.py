@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from polyhead.surgery.selection.evidence import Objectives
 
 Split = Literal["choose", "report"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, and its standard error beside the whole model's on the same rows."""
+    """A number, and the standard error of its difference to the whole model's on the same rows."""
 
     value: float
     error: float = 0.0
 
 
 class Task(Protocol):
-    """A model on a text. Nothing here knows which heads are gone: the model is measured as it is at the call."""
+    """A model on a text; it is measured as it is at the call, whichever heads were removed."""
 
     model: nn.Module
     objectives: Objectives
@@ -36,14 +37,14 @@ class Task(Protocol):
     def calibration(self) -> Sequence[Batch]: ...
 
     def figures(self, split: Split) -> dict[str, Figure]:
-        """Every figure of the model as it is, beside that of the whole model."""
+        """Return every figure of the model as it is."""
 
     def loss(self) -> float:
-        """One number for a search, on a part of the choosing split: less is better."""
+        """Return the loss that a search minimises, on a part of the choosing split."""
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """The rank correlation of two columns of numbers, equal numbers sharing the mean of their ranks.
+    """Return the rank correlation of two columns of numbers; equal numbers have the mean of their ranks.
 
     >>> round(spearman(torch.tensor([1.0, 2.0, 3.0, 3.0]), torch.tensor([10.0, 20.0, 40.0, 30.0])), 6)
     0.948683

@@ -1,8 +1,8 @@
 """Time saved by pruned heads: attention blocks with half of their query heads, over the whole ones.
 
-A block is everything of attention: Q, K, V, the core and O, of every layer one after the other. The heads are taken out
-physically. Its time over the whole block's may be at most 1.10 times what its counted FLOPs are over the whole's.
-Weights are random, since time does not depend on them.
+A block consists of the attention layers of a model, one after the other: Q, K, V, the core and O. The heads are
+removed physically. The bound on the ratio of times is 1.10 times the ratio of counted FLOPs. Weights are random, since
+time does not depend on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.calls import drawn, on_its_own, without_gradients
-from benchmarks.measuring.cases import REPETITIONS, Case, Pair, Run, Step
+from benchmarks.measuring.cases import Case, Pair, Run, Step
 from benchmarks.measuring.verdicts import Figure
 from polyhead.costs import Workload, estimate_cost
 from polyhead.costs.measuring.runner import ALTERNATIONS
@@ -42,13 +42,13 @@ class Block:
 
 
 def minilm(gone: Sequence[int], name: str) -> Block:
-    """The six layers of MiniLM without so many heads each."""
+    """Return the six layers of MiniLM, from each of which so many heads are removed."""
     config = MultiHeadConfig(384, 12)
     return Block(f"MiniLM, {name}", config, tuple(tuple(range(count)) for count in gone), batch=16, tokens=128)
 
 
 def llama() -> Block:
-    """A layer of Llama-1B, of whose groups of four heads two go."""
+    """Return a layer of Llama-1B, from whose groups of four heads two are removed."""
     config = MultiHeadConfig(2048, 32, num_kv_heads=8, causal=True, bias=False)
     gone = tuple(head for head in range(32) if head % 4 >= 2)
     return Block("Llama-1B, 32/8 to 16/8 heads", config, (gone,), batch=32, tokens=2048)
@@ -73,13 +73,13 @@ class Chain(nn.Module):
         return x
 
     def flops(self, work: Workload) -> int:
-        """Counted, of all layers."""
+        """Return the counted FLOPs of all layers."""
         configs = [MultiHeadConfig.of(layer) for layer in self.layers]
         return sum(estimate_cost(config, work).forward.total for config in configs)
 
 
 def chains(block: Block, run: Run) -> dict[str, Chain]:
-    """The whole block, and the same without its heads."""
+    """Return the whole block, and the same without the removed heads."""
     found = {}
     for name in (WHOLE, FEWER):
         chain = Chain([block.config.build() for _ in block.gone])
@@ -91,16 +91,14 @@ def chains(block: Block, run: Run) -> dict[str, Chain]:
 
 
 def plan(*, quick: bool, seed: int, gpu: torch.device | None) -> list[Step]:
-    """The blocks of this machine: MiniLM's on a CPU, in float32; Llama's on a GPU, in bfloat16 and as a CUDA graph."""
-    device = torch.device("cpu") if gpu is None else gpu
-    dtype = torch.float32 if gpu is None else torch.bfloat16
-    run = Run(device, dtype, 7 if quick else ALTERNATIONS, seed, repetitions=0 if quick else REPETITIONS)
-    blocks = BLOCKS["cpu" if gpu is None else "cuda"]
+    """Return the steps of a machine: MiniLM's blocks on a CPU, Llama's on a GPU as CUDA graphs."""
+    run = Run.on(gpu, seed=seed, quick=quick, alternations=7 if quick else ALTERNATIONS)
+    blocks = BLOCKS[run.device.type]
     return [Step("surgery", block.name, run, functools.partial(block_cases, block, run)) for block in blocks]
 
 
 def block_cases(block: Block, run: Run) -> Iterator[Case]:
-    """The block with half of its heads over the whole one."""
+    """Yield the case of a block with half of its heads against the whole one."""
     found = chains(block, run)
     x = run.inputs(block.batch, block.tokens, block.config.layout.embed_dim)
     work = Workload.forward(block.tokens, batch=block.batch)

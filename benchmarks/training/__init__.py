@@ -1,1 +1,1 @@
-"""Arrangements of heads trained side by side on one text: equal parameters, then equal compute."""
+"""Attention variants trained on one text with equal parameters, over equal tokens and over equal compute."""

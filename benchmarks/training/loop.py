@@ -1,4 +1,4 @@
-"""One training from a seed to the bits that a held-out byte takes."""
+"""One training run, from a seed to the bits per held-out byte."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def train(
 
 
 def _factor(step: int, steps: int) -> float:
-    """Of the rate: a straight way up, then half a cosine down."""
+    """Return the share of the learning rate: linear warm-up, then cosine decay."""
     warm = max(1, round(WARM_UP * steps))
     if step < warm:
         return (step + 1) / warm
@@ -76,19 +76,19 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """bfloat16 on a GPU, float32 elsewhere."""
+    """Return a context of bfloat16 on a GPU, of float32 elsewhere."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def byte_losses(model: nn.Module, pieces: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats a byte of pieces [batch, context + 1], and the layers' own losses."""
+    """Return the nats per byte of pieces [batch, context + 1], and the layers' own losses."""
     logits, own = model(pieces[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), pieces[:, 1:].flatten()), own
 
 
 @torch.no_grad()
 def _bits(model: nn.Module, questions: Tensor, batch: int, device: torch.device) -> float:
-    """Of a byte, on average over all that is held out; a context's later bytes have more to go by."""
+    """Return the mean bits per held-out byte; later bytes of a context have more context."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in questions.split(batch):
         with autocast(device):

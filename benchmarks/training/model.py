@@ -28,7 +28,7 @@ class Sizes:
 
 
 class ByteModel(nn.Module):
-    """Bytes [batch, context] to logits of the next: blocks with their norms first. Positions are attention's affair."""
+    """Bytes [batch, context] to logits of the next: pre-norm blocks; positions are those of the attention layers."""
 
     def __init__(self, config: AttentionConfig, sizes: Sizes) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and what the layers themselves would rather have smaller: the losses of routed heads, else 0."""
+        """Return the logits, and the layers' own losses: those of routed heads, else 0."""
         own = torch.zeros((), device=tokens.device)
         x = self.embedding(tokens)
         for index, (attend, feed_forward) in enumerate(zip(self.attention, self.feed_forward, strict=True)):
@@ -53,7 +53,7 @@ class ByteModel(nn.Module):
 
 
 def _of_layer(config: AttentionConfig, index: int) -> AttentionConfig:
-    """The same, for a kind whose layers differ by their place."""
+    """Return the config of a layer, for variants whose layers depend on their index."""
     return replace(config, layer_index=index) if isinstance(config, DifferentialConfig) else config
 
 
@@ -68,7 +68,7 @@ def parameters(config: AttentionConfig, sizes: Sizes) -> int:
 
 
 def step_flops(config: AttentionConfig, sizes: Sizes, batch: int) -> int:
-    """Matrix products of one step of training, those of a fused backward included."""
+    """Return the FLOPs of the matrix products of a training step, with those of a fused backward."""
     tokens = batch * sizes.context
     attention = estimate_cost(config, Workload.training_step(sizes.context, batch=batch)).matrix_flops
     dense = 2 * sizes.layers * sizes.embed_dim * sizes.hidden + BYTES * sizes.embed_dim

@@ -1,4 +1,4 @@
-"""Run what is left of the comparison, several trainings at a time where a device has room for them."""
+"""Run the unfinished trainings of the comparison, several at a time if requested."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def _executor(processes: int) -> Executor:
-    """Processes of their own, since each waits for its own Python; a single training needs none."""
+    """Return an executor: a process per training, since the GIL would serialise them; a thread for a single one."""
     if processes == 1:
         return ThreadPoolExecutor(1)
     return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))

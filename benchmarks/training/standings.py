@@ -29,7 +29,7 @@ class Standing:
 
     @property
     def spread(self) -> float:
-        """The standard deviation over seeds; NaN of a single one."""
+        """Return the standard deviation over seeds; NaN for a single one."""
         return statistics.stdev(self.bits) if len(self.bits) > 1 else math.nan
 
 
@@ -54,7 +54,7 @@ def standings(contest: Contest, results: Sequence[Result]) -> list[Standing]:
 
 
 def rows(found: Sequence[Standing]) -> list[tuple[str, ...]]:
-    """The standings as lines of a table, its header first; the first of each budget is what the others are held to."""
+    """Return the standings as a table, header first; the first one of each budget is the baseline."""
     header = ("variant", "equal", "parameters", "PFLOP", "steps", "rate", "bits a byte", "spread", "to the first")
     lines: list[tuple[str, ...]] = [header]
     first = {standing.budget: standing for standing in reversed(found)}

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from polyhead.errors import OptionError
+from polyhead.sources.texts import default_documents
 
 BYTES = 256
 HELD_OUT = 0.1  # of the text, from its end
+
+
+def english_text() -> str:
+    """Return the English documents of the package, one after the other."""
+    return "\n".join(document.text for document in default_documents() if document.name.startswith("en"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +31,7 @@ class Text:
 
     @classmethod
     def read(cls, path: Path, context: int) -> Text:
-        """A plain file, or one that gzip packed."""
+        """Read a plain or gzipped file."""
         packed = path.read_bytes()
         content = gzip.decompress(packed) if path.suffix == ".gz" else packed
         last = int(len(content) * HELD_OUT)
@@ -38,13 +44,13 @@ class Text:
         return cls(numbers[:-last], numbers[-last:])
 
     def questions(self, context: int) -> Tensor:
-        """Held-out text in pieces of context + 1 bytes, each once: [pieces, context + 1]."""
+        """Return the held-out text in pieces of context + 1 bytes, each once: [pieces, context + 1]."""
         pieces = (len(self.held_out) - 1) // context
         return self.held_out.unfold(0, context + 1, context)[:pieces]
 
 
 class Batches:
-    """Pieces drawn at random from what is learned; a seed means the same ones, on every device and for every model."""
+    """Random pieces of the training text; a seed draws the same ones on every device and for every model."""
 
     def __init__(self, text: Text, *, batch: int, context: int, seed: int, device: torch.device) -> None:
         self.batch, self.device = batch, device
@@ -52,6 +58,6 @@ class Batches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self) -> Tensor:
-        """[batch, context + 1], int64."""
+        """Return pieces [batch, context + 1], int64."""
         places = torch.randint(len(self.pieces), (self.batch,), generator=self.generator)
         return self.pieces[places.to(self.device, non_blocking=True)].long()

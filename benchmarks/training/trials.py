@@ -34,7 +34,7 @@ class Contest:
         return next(iter(self.variants))
 
     def sizes_of(self, name: str) -> Sizes:
-        """With feed-forward networks as wide as brings the model next to the baseline's parameters."""
+        """Return the sizes with feed-forward networks so wide that the model has about the baseline's parameters."""
         if name == self.baseline:
             return self.sizes
         config = self.variants[name]
@@ -47,14 +47,14 @@ class Contest:
         return replace(self.sizes, hidden=hidden)
 
     def steps_of(self, name: str, budget: Budget) -> int:
-        """As many as the baseline's, or as many as cost what those cost."""
+        """Return the number of steps: the baseline's, or as many as cost the same."""
         if budget == "tokens" or name == self.baseline:
             return self.steps
         ours, theirs = (step_flops(self.variants[x], self.sizes_of(x), self.batch) for x in (name, self.baseline))
         return max(1, round(self.steps * theirs / ours))
 
     def budget_of(self, name: str, budget: Budget) -> Budget:
-        """The budget under which it is trained: where both come to as many steps, one training stands for both."""
+        """Return the budget under which it is trained: the first if both have the same number of steps."""
         return BUDGETS[0] if self.steps_of(name, budget) == self.steps else budget
 
 
@@ -70,7 +70,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a trial. `bits` are those of a held-out byte, on average; NaN where the training came apart."""
+    """Result of a trial. `bits` are those of a held-out byte, on average; NaN if the training diverged."""
 
     trial: Trial
     bits: float
@@ -97,7 +97,7 @@ def read_results(path: Path) -> list[Result]:
 
 
 def best_rate(results: Iterable[Result], variant: str, budget: Budget) -> float | None:
-    """The rate with the fewest bits at the first seed; None while the sweep is not finished or all came apart."""
+    """Return the rate with the fewest bits at the first seed; None until the sweep is finished, or if all diverged."""
     swept = {
         result.trial.rate: result.bits
         for result in results
@@ -109,9 +109,9 @@ def best_rate(results: Iterable[Result], variant: str, budget: Budget) -> float 
 
 
 def next_trial(contest: Contest, results: Sequence[Result], under_way: Iterable[Trial] = ()) -> Trial | None:
-    """Return the next runs: the sweep of every variant, then the other seeds at the rate that was best.
+    """Return the next run: of the sweep of every variant, then of the other seeds at the best rate.
 
-    None where nothing is left, or nothing that can begin before a training that is `under_way` has ended.
+    None if nothing is left, or nothing that can begin before a training that is `under_way` has ended.
     """
     taken = {result.trial for result in results} | set(under_way)
     for budget in BUDGETS:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
-from benchmarks.measuring.cases import Case, Run, Step
+from benchmarks.measuring.cases import Case, Run, Step, masked_name
 from benchmarks.variant_speed import floors, latent, routed, talking
 from polyhead.errors import OptionError
 
@@ -17,14 +16,12 @@ _SECONDS, _QUICK_SECONDS = 1.5, 0.5  # of one place, warming up apart
 
 
 def plan(only: Sequence[str] = PARTS, *, quick: bool = False, seed: int = 0, gpu: torch.device | None) -> list[Step]:
-    """The steps of a run, in the order of `PARTS`. They are about a GPU's kernels; without one there are none."""
+    """Return the steps of a run in the order of `PARTS`; none without a GPU, whose kernels they time."""
     if unknown := [name for name in only if name not in PARTS]:
         raise OptionError(f"a part is one of {', '.join(PARTS)}; got {', '.join(unknown)}")
     if gpu is None:
         return []
-    run = Run(gpu, torch.bfloat16, seed=seed, seconds=_SECONDS)
-    if quick:
-        run = replace(run, seconds=_QUICK_SECONDS, repetitions=0)
+    run = Run.on(gpu, seed=seed, quick=quick, seconds=_QUICK_SECONDS if quick else _SECONDS)
     steps = []
     for part in PARTS:
         if part in only:
@@ -36,11 +33,11 @@ def _places(part: str, run: Run, quick: bool) -> Iterator[tuple[str, Callable[[]
     if part == "routed":
         for causal in (False, True):
             layer = routed.Place(tokens=1024, width=1024) if quick else routed.Place()
-            yield f"{layer}{', causal' if causal else ''}", functools.partial(routed.layers, run, layer, causal)
+            yield masked_name(layer, causal), functools.partial(routed.layers, run, layer, causal)
     elif part == "rows":
         for causal in (False, True):
             place = routed.Place(tokens=1024) if quick else routed.Place()
-            yield f"{place}{', causal' if causal else ''}", functools.partial(routed.chosen_rows, run, place, causal)
+            yield masked_name(place, causal), functools.partial(routed.chosen_rows, run, place, causal)
     elif part == "talking":
         for tokens in (2048,) if quick else (2048, 4096, 8192):
             yield f"{tokens} tokens", functools.partial(talking.talking, run, tokens)

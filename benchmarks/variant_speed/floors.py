@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyhead
-from benchmarks.measuring.calls import FORWARD, TRAINING, WITH_PYTHON, Call, check, drawn, on_its_own, step
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.calls import Call, check, drawn, layer_cases
+from benchmarks.measuring.cases import Case, Pair, Run
 from benchmarks.variant_speed.routed import check_routed
 from polyhead import Mask
 from polyhead.layers import AttentionConfig, LatentAttention, MultiHeadAttention, config_of
@@ -66,27 +65,20 @@ def layer(run: Run, name: str, *, quick: bool = False) -> Iterator[Case]:
     variant = VARIANTS[name]
     module = drawn(variant.make(), run)
     x = run.inputs(2, TOKENS // (8 if quick else 1), WIDTH, salt=1)
-    upstream = run.inputs(*x.shape, salt=2)
-    parameters = list(module.parameters())
     heads: int = module.layout.num_heads  # type: ignore[union-attr, assignment]
-    for mode, graphed in itertools.product((FORWARD, TRAINING), (True, False)):
-        found = Entrants()
-        calls: dict[str, Callable[[Tensor], Tensor]] = {OURS: functools.partial(_ours, module, backend=None)}
-        if variant.floor is not None:
-            by_hand = functools.partial(_by_hand, variant.floor, module)
-            calls |= {core: functools.partial(by_hand, _core(kernel)) for core, kernel in CORES.items()}
-        for who, call in calls.items():
-            build: Callable[[], Callable[[], Tensor]] = functools.partial(
-                step, call, x, upstream, parameters, mode == TRAINING
-            )
-            build = on_its_own(build, run.device) if graphed else build
-            found.enter(who, build, functools.partial(_check, who, module, call, x))
-        yield found.case(
-            f"{name}, {mode}" + ("" if graphed else WITH_PYTHON),
-            f"2 x {x.shape[1]} tokens of {WIDTH}, {heads} heads, causal",
-            [Pair(OURS, tuple(CORES), BOUND if graphed else None)],
-        )
-        module.zero_grad(set_to_none=True)
+    calls: dict[str, Call] = {OURS: functools.partial(_ours, module, backend=None)}
+    if variant.floor is not None:
+        by_hand = functools.partial(_by_hand, variant.floor, module)
+        calls |= {core: functools.partial(by_hand, _core(kernel)) for core, kernel in CORES.items()}
+    yield from layer_cases(
+        name,
+        f"2 x {x.shape[1]} tokens of {WIDTH}, {heads} heads, causal",
+        run,
+        x,
+        {who: (module, call) for who, call in calls.items()},
+        functools.partial(_check, x),
+        lambda mode, graphed: [Pair(OURS, tuple(CORES), BOUND if graphed else None)],
+    )
 
 
 def _ours(layer: nn.Module, x: Tensor, backend: str | None) -> Tensor:
@@ -98,7 +90,7 @@ def _by_hand(floor: Floor, layer: nn.Module, core: Core, x: Tensor) -> Tensor:
     return floor(layer, x, core)
 
 
-def _check(who: str, layer: nn.Module, call: Call, x: Tensor, _: object) -> None:
+def _check(x: Tensor, who: str, layer: nn.Module, call: Call, _: Tensor) -> None:
     if isinstance(layer, RoutedHeads):
         check_routed(who, layer, x)  # a gate in another precision chooses other heads
     else:

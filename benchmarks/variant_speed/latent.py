@@ -1,4 +1,4 @@
-"""Latent heads: one token over a latent cache, against a copy of as many bytes and a product of as many FLOPs."""
+"""Latent heads: one token over a latent cache, against a copy of its bytes and a product of the same FLOPs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIDE = 8192  # of the product
 
 @dataclass(frozen=True)
 class Place:
-    """`batch` sequences of `tokens` latents, and the heads that read them."""
+    """A latent cache, `batch` sequences of `tokens` latents, and the number of heads that read it."""
 
     heads: int
     batch: int = 32
@@ -45,7 +45,7 @@ class Place:
 
 
 def one_token(run: Run, place: Place) -> Iterator[Case]:
-    """A CUDA graph over as many caches in turn as no L2 holds."""
+    """Yield CUDA graphs over several caches in turn, which together exceed the L2 cache."""
     generator = torch.Generator(run.device).manual_seed(run.seed)
 
     def normal(*size: int) -> Tensor:
@@ -99,5 +99,5 @@ def one_token(run: Run, place: Place) -> Iterator[Case]:
 
 
 def _formula(query: Tensor, held: Tensor, rank: int, scale: float) -> Tensor:
-    """One sequence: query [heads, 1, width], held [1, tokens, width]."""
+    """Compute one sequence: query [heads, 1, width], held [1, tokens, width]."""
     return (query @ held.transpose(-1, -2) * scale).softmax(-1) @ held[..., :rank]

@@ -1,9 +1,8 @@
-"""Routed heads: whether time falls with the heads that a token takes."""
+"""Routed heads: whether time decreases with the number of heads per token."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +12,8 @@ from torch import Tensor, nn
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.calls import (
-    CHECKED_TOKENS,
-    FORWARD,
-    TRAINING,
-    WITH_PYTHON,
-    check,
-    drawn,
-    on_its_own,
-    step,
-)
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.calls import CHECKED_TOKENS, FORWARD, TRAINING, check, drawn, layer_cases, on_its_own
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from polyhead import Mask
 from polyhead.layers import MultiHeadAttention
 from polyhead.layers.variants import RoutedHeads
@@ -37,7 +27,7 @@ ALL_ROWS = "all rows of every head"
 
 @dataclass(frozen=True)
 class Place:
-    """One sequence, and heads to choose from."""
+    """One sequence, and the heads that its tokens select from."""
 
     tokens: int = 8192
     width: int = 4096
@@ -49,33 +39,26 @@ class Place:
 
 
 def layers(run: Run, place: Place, causal: bool) -> Iterator[Case]:
-    """Shape "shared": k of the heads, over one key and value, against all of them without a gate.
+    """Yield the shape "shared": k of the heads over one KV head, against all heads without a gate.
 
-    A routed layer is many small kernels, so that its Python may take longer than they do; the bounds are on the
-    device's own time, and what a call takes by itself stands beside it.
+    A routed layer launches many small kernels, so that its Python may take longer than they do; the bounds are on
+    device time, and the time of a call with its Python is reported as well.
     """
     options: dict[str, Any] = {"head_dim": place.head_dim, "causal": causal, "bias": False, "finite": True}
     x = run.inputs(1, place.tokens, place.width, salt=1)
-    upstream = run.inputs(*x.shape, salt=2)
     chosen = {k: RoutedHeads(place.width, place.heads, top_k=k, **options) for k in (8, 16)}
     every: dict[str, nn.Module] = {DENSE: MultiHeadAttention(place.width, place.heads, num_kv_heads=1, **options)}
     every |= {_ours(k, place): layer for k, layer in chosen.items()}
     modules = {name: drawn(layer, run) for name, layer in every.items()}
-    for mode, graphed in itertools.product((FORWARD, TRAINING), (True, False)):
-        found = Entrants()
-        for name, module in modules.items():
-            build: Callable[[], Callable[[], Tensor]] = functools.partial(
-                step, functools.partial(_output, module), x, upstream, list(module.parameters()), mode == TRAINING
-            )
-            build = on_its_own(build, run.device) if graphed else build
-            found.enter(name, build, functools.partial(_check_layer, name, module, x))
-        yield found.case(
-            f"routed, {mode}" + ("" if graphed else WITH_PYTHON),
-            f"{place}{', causal' if causal else ''}",
-            [Pair(_ours(k, place), DENSE, BOUNDS[k, mode] if graphed else None) for k in chosen],
-        )
-        for module in modules.values():
-            module.zero_grad(set_to_none=True)
+    yield from layer_cases(
+        "routed",
+        masked_name(place, causal),
+        run,
+        x,
+        {name: (module, functools.partial(_output, module)) for name, module in modules.items()},
+        lambda name, layer, *_: check_routed(name, layer, x),
+        lambda mode, graphed: [Pair(_ours(k, place), DENSE, BOUNDS[k, mode] if graphed else None) for k in chosen],
+    )
 
 
 def _output(layer: nn.Module, x: Tensor) -> Tensor:
@@ -87,12 +70,8 @@ def _ours(k: int, place: Place) -> str:
     return f"polyhead, {k} of {place.heads} heads"
 
 
-def _check_layer(name: str, layer: nn.Module, x: Tensor, _: object) -> None:
-    check_routed(name, layer, x)
-
-
 def check_routed(name: str, layer: nn.Module, x: Tensor) -> None:
-    """With the heads that it chose itself: in another precision the gate would choose others."""
+    """Check a layer with the heads that it selects itself, since the gate selects others in another precision."""
     routing = None
     if isinstance(layer, RoutedHeads):
         with torch.no_grad():
@@ -109,7 +88,7 @@ def check_routed(name: str, layer: nn.Module, x: Tensor) -> None:
 
 
 def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Case]:
-    """Shape "full": the attention alone, each token with 8 heads drawn at random, against all heads for all tokens."""
+    """Yield attention of the shape "full" with 8 random heads per token, against all heads for all tokens."""
     size = (1, place.heads, place.tokens, place.head_dim)
     query, key, value = (run.inputs(*size, salt=salt) for salt in (1, 2, 3))
     mask = Mask.causal() if causal else None
@@ -155,4 +134,4 @@ def chosen_rows(run: Run, place: Place, causal: bool) -> Iterator[Case]:
     for name, backend in names.items():
         found.enter(name, on_its_own(whole(backend), run.device), functools.partial(check_whole, name))
     pairs = [Pair(ours, tuple(names), ROWS_BOUND), *(Pair(ours, name) for name in names)]
-    yield found.case("chosen rows, forward", f"{place}{', causal' if causal else ''}", pairs)
+    yield found.case("chosen rows, forward", masked_name(place, causal), pairs)

@@ -1,4 +1,4 @@
-"""Talking heads: what mixing heads before and after the softmax costs, and that it needs no n x n memory."""
+"""Talking heads: the cost of mixing heads before and after the softmax."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 import polyhead
 from benchmarks.measuring.agreement import hold
-from benchmarks.measuring.calls import FORWARD, TRAINING
-from benchmarks.measuring.cases import Case, Entrants, Pair, Run
+from benchmarks.measuring.calls import FORWARD, TRAINING, with_backward, without_gradients
+from benchmarks.measuring.cases import Case, Entrants, Pair, Run, masked_name
 from polyhead import Mask
 from polyhead.ops.talking_heads.api import talking_attention
 
@@ -22,7 +22,7 @@ BOUND_AT = 8192  # tokens
 
 
 def talking(run: Run, tokens: int) -> Iterator[Case]:
-    """16 heads of 64, causal and not, against ordinary attention by our kernels and against the materialised form."""
+    """Yield 16 heads of 64, causal and not, against plain heads by our kernels and the materialised form."""
     for causal in (False, True):
         for mode in (FORWARD, TRAINING):
             yield _case(run, tokens, causal, mode)
@@ -59,7 +59,7 @@ def _case(run: Run, tokens: int, causal: bool, mode: str) -> Case:
     enter(MATERIALISED, functools.partial(mixed, "reference"))
     return found.case(
         f"talking, {mode}",
-        f"1x{HEADS}x{tokens}x{HEAD_DIM}{', causal' if causal else ''}",
+        masked_name(f"1x{HEADS}x{tokens}x{HEAD_DIM}", causal),
         [Pair(OURS, ORDINARY, BOUNDS[mode] if tokens == BOUND_AT else None), Pair(OURS, MATERIALISED, 1.0)],
     )
 
@@ -68,24 +68,13 @@ def _step(
     call: Callable[..., Tensor], tensors: tuple[Tensor, ...], upstream: Tensor, training: bool
 ) -> Callable[[], Tensor]:
     if not training:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call(*tensors)
-
-        return forward
+        return without_gradients(lambda: call(*tensors))
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-
-    def whole() -> Tensor:
-        output = call(*leaves)
-        torch.autograd.grad(output, leaves, upstream, allow_unused=True)  # ordinary heads read no mixes
-        return output.detach()
-
-    return whole
+    return with_backward(lambda: call(*leaves), leaves, upstream)
 
 
 def _formula(tensors: list[Tensor], causal: bool) -> Tensor:
-    """The last rows, as the docstring of `talking_attention` has it."""
+    """Compute the last rows by the formula of `talking_attention`."""
     query, key, value, before, after = tensors
     logits = torch.einsum("hg,bhqk->bgqk", before, query @ key.transpose(-1, -2) * HEAD_DIM**-0.5)
     if causal:

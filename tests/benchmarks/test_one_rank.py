@@ -12,7 +12,7 @@ from benchmarks.measuring.runner import rows_of
 
 @pytest.fixture(autouse=True)
 def _few_timings(monkeypatch):
-    monkeypatch.setattr(one_rank, "QUICK", {"alternations": 2, "seconds": 0.1, "fewest": 2, "repetitions": 0})
+    monkeypatch.setattr(one_rank, "QUICK", {"alternations": 2, "seconds": 0.1, "fewest": 2})
 
 
 def check(part: str, gpu: torch.device | None = None) -> None:

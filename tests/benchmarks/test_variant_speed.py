@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import variant_speed as arrangement_speed
 from benchmarks.app import app
+from benchmarks.measuring.calls import WITH_PYTHON
 from benchmarks.measuring.cases import Run
 from benchmarks.measuring.runner import rows_of
 from benchmarks.variant_speed import floors, latent, routed, talking
@@ -64,7 +65,7 @@ def test_every_floor_computes_what_the_layer_does(small, name, monkeypatch):
     monkeypatch.setattr(floors, "CORES", {"by hand": SDPBackend.MATH})
     rows = list(rows_of(floors.layer(small, name), small))
     assert [(row.failed, row.timings.absent) for row in rows] == [("", {})] * 4
-    assert [row.bench.endswith(floors.WITH_PYTHON) for row in rows] == [False, True] * 2
+    assert [row.bench.endswith(WITH_PYTHON) for row in rows] == [False, True] * 2
     bounds = [comparison.bound for row in rows for comparison in row.comparisons]
     assert bounds == ([] if floors.VARIANTS[name].floor is None else [floors.BOUND, None] * 2)
 

@@ -715,5 +715,6 @@ def test_a_plan_has_every_attention_layer_and_feed_forward_network() -> None:
     assert {*sharded} - {*plan} == {f"blocks.{i}.{x}_norm" for i in range(2) for x in ("attention", "feed_forward")}
     with pytest.raises(OptionError, match="got Linear without any"):
         head_parallel_plan(nn.Linear(2, 2))
-    with pytest.raises(OptionError, match="sequence_parallel must be True or False, got 1"):
-        HeadParallel(sequence_parallel=1)  # type: ignore[arg-type]
+    for style in (HeadParallel, FeedForwardParallel):
+        with pytest.raises(OptionError, match="sequence_parallel must be True or False, got 1"):
+            style(sequence_parallel=1)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from polyhead.errors import CommunicationError, OptionError
-from polyhead.parallel.launcher import is_worker
+from polyhead.parallel.worker_rules import is_worker
 from polyhead.parallel.workers import Workers, join_workers
 
 WORLD = 3

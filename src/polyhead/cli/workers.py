@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from polyhead.cli.errors import one_line
-from polyhead.parallel.launcher import is_worker
+from polyhead.parallel.worker_rules import is_worker
 
 if TYPE_CHECKING:
     from polyhead.parallel.workers import Workers

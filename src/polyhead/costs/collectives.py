@@ -16,6 +16,7 @@ import torch
 from polyhead.costs.descriptions import describe
 from polyhead.costs.layouts.model_layout import LayerGroup, ModelLayout
 from polyhead.costs.options import Phase, Ranks
+from polyhead.costs.phases import PhaseSizes
 from polyhead.costs.ranks_plan import Collective, HeadShare
 from polyhead.layers.config import AttentionConfig, build_attention
 from polyhead.observation.accumulators import Histogram
@@ -73,28 +74,28 @@ class LayerShare(NamedTuple):
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
         return describe(self.config).cache_bytes_per_token(dtype) if getattr(self.config, "causal", False) else 0
 
-    def context_bytes(self, ranks: Ranks, batch: int, context: int, dtype: torch.dtype) -> ContextBytes:
+    def context_bytes(self, ranks: Ranks, sizes: PhaseSizes) -> ContextBytes:
         layout: Any = self.config.layout  # type: ignore[attr-defined]
         return context_bytes(
-            batch=batch,
+            batch=sizes.batch,
             kv_heads=layout.num_kv_heads,
-            tokens=context,
+            tokens=sizes.context,
             head_dim=layout.head_dim,
             value_dim=layout.value_dim,
             ranks=ranks.context,
-            dtype=dtype,
+            dtype=sizes.dtype,
             method=ranks.method,
         )
 
 
+def other_parameters(model: ModelLayout, ranks: Ranks) -> int | None:
+    """Return the parameters outside attention that a rank stores, None if their number is unknown."""
+    others = model.other_parameters
+    return None if others is None else -(-others // (ranks.tensor * ranks.fsdp))
+
+
 def calls_of(
-    model: ModelLayout,
-    shares: list[LayerShare],
-    ranks: Ranks,
-    phase: Phase,
-    batch: int,
-    tokens: int,
-    dtype: torch.dtype,
+    model: ModelLayout, shares: list[LayerShare], ranks: Ranks, phase: Phase, sizes: PhaseSizes
 ) -> Iterator[Collective]:
     """Yield the collectives of one phase, each by kind of layer, without their times.
 
@@ -103,27 +104,22 @@ def calls_of(
         shares: its kinds of layers on a rank.
         ranks: ranks by dimension.
         phase: the phase.
-        batch: sequences of a rank.
-        tokens: tokens of a rank in each of them.
-        dtype: dtype of the layers.
+        sizes: sequences of a rank, tokens of a whole sequence, and dtypes.
     """
-    training = phase == "training"
-    rows = batch * (1 if phase == "decode" else tokens)
+    training, itemsize = phase == "training", sizes.dtype.itemsize
+    rows = sizes.batch * (1 if phase == "decode" else sizes.context // ranks.context)
     for share in shares:
         width: int = share.config.layout.embed_dim  # type: ignore[attr-defined]
-        by_layer = [*_tensor(share, ranks, rows * width * dtype.itemsize, dtype.itemsize, training=training)]
+        by_layer = [*_tensor(share, ranks, rows * width * itemsize, itemsize, training=training)]
         if ranks.context > 1:
-            sent = share.context_bytes(ranks, batch, tokens * ranks.context, dtype)
-            by_layer += _context(sent, ranks, training=training)
-        weights = share.elements(ranks.fsdp) * dtype.itemsize
+            by_layer += _context(share.context_bytes(ranks, sizes), ranks, training=training)
+        weights = share.elements(ranks.fsdp) * itemsize
         by_layer += _sharded("the layers' weights", "the layers' gradients", weights, ranks, training=training)
         yield from (replace(x, calls=x.calls * share.layers, bytes=x.bytes * share.layers) for x in by_layer)
-    if model.other_parameters is not None:
-        others = -(-model.other_parameters // (ranks.tensor * ranks.fsdp)) * dtype.itemsize
-        names = "all other weights", "their gradients"
-        yield from (
-            replace(x, calls=x.calls * model.layers) for x in _sharded(*names, others, ranks, training=training)
-        )
+    others = other_parameters(model, ranks)
+    if others is not None:
+        for x in _sharded("all other weights", "their gradients", others * itemsize, ranks, training=training):
+            yield replace(x, calls=x.calls * model.layers)
     if training and ranks.fsdp > 1 and ranks.tensor == ranks.context == 1:
         size = monitor_bytes([x.heads.heads for x in shares for _ in range(x.layers)], ranks.fsdp)
         name = "HeadMonitor, in an observed step"

@@ -126,7 +126,8 @@ def over_kv_heads(plan: Plan, machine: Machine | None = None) -> tuple[LayoutPoi
         is_planned = planned == {kv_heads}
         points.append(_layout_point(plan, replace(model, groups=groups), name, kv_heads, machine, is_planned))
     if model is not plan.model:
-        points.append(_layout_point(plan, plan.model, f"MLA-{_rank(plan.model)}", None, machine, True))
+        name = f"MLA-{plan.model.config.layout.kv_lora_rank}"  # type: ignore[attr-defined]
+        points.append(_layout_point(plan, plan.model, name, None, machine, True))
     return (*points, *(_layout_point(plan, x, name, None, machine) for name, x in _latents(plan)))
 
 
@@ -137,11 +138,6 @@ def _with_kv_heads(model: ModelLayout) -> ModelLayout:
         return model
     heads, dim = config.layout.num_heads, config.layout.qk_nope_head_dim
     return from_sizes(config.layout.embed_dim, heads, head_dim=dim, layers=model.layers, rotary=True)
-
-
-def _rank(model: ModelLayout) -> int:
-    assert isinstance(model.config, LatentConfig)
-    return model.config.layout.kv_lora_rank
 
 
 def _latents(plan: Plan) -> list[tuple[str, ModelLayout]]:

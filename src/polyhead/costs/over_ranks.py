@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-import torch
-
-from polyhead.costs.collectives import LayerShare, calls_of
+from polyhead.costs.collectives import LayerShare, calls_of, other_parameters
 from polyhead.costs.layouts.model_layout import ModelLayout
 from polyhead.costs.memory import estimate_memory
 from polyhead.costs.options import Dimension, Phase, Ranks
-from polyhead.costs.phases import PhaseSizes, call_options, has_cache, verdict
+from polyhead.costs.phases import PhaseSizes, call_options, has_cache, outside_bytes, verdict
 from polyhead.costs.ranks_plan import Collective, RankPhase, RanksPlan
 from polyhead.costs.timing.machine import Machine
 from polyhead.errors import OptionError
@@ -54,27 +52,23 @@ def plan_ranks(
 def _plan_phase(
     model: ModelLayout, shares: list[LayerShare], ranks: Ranks, phase: Phase, sizes: PhaseSizes, machine: Machine | None
 ) -> RankPhase:
-    training, batch, tokens, dtype = phase == "training", sizes.batch, sizes.context, sizes.dtype
+    training, tokens, dtype = phase == "training", sizes.context, sizes.dtype
     if phase != "decode":
         tokens = _divided(sizes.context, ranks, training=training)
-    calls = calls_of(model, shares, ranks, phase, batch, tokens, dtype)
     options = call_options(model, phase, replace(sizes, context=tokens))
     options["device"] = "cuda" if machine is None else machine.device
-    memories, others = [], 0
+    memories = []
     for share in shares:
         stored = share.layers * share.elements(ranks.fsdp) * dtype.itemsize
         memory = estimate_memory(share.config, **options, layers=share.layers)
         memories.append(replace(memory, parameters=stored, gradients=stored if training else 0))
-    if model.other_parameters is not None:
-        others = -(-model.other_parameters // (ranks.tensor * ranks.fsdp))
-    optimized = others + sum(x.layers * x.elements(ranks.fsdp) for x in shares)
+    attention = sum(x.layers * x.elements(ranks.fsdp) for x in shares)
     planned = RankPhase(
         phase,
-        _collectives(calls, ranks),
+        _collectives(calls_of(model, shares, ranks, phase, sizes), ranks),
         functools.reduce(operator.add, memories),
-        _gathered(model, shares, ranks, batch, sizes.context, dtype, training=training),
-        other_weights=others * dtype.itemsize * (2 if training else 1),
-        optimizer_state=8 * optimized if training and model.other_parameters is not None else 0,
+        _gathered(model, shares, ranks, sizes, training=training),
+        **outside_bytes(other_parameters(model, ranks), attention, phase, dtype),
         verdict=None,
     )
     return planned if machine is None else replace(planned, verdict=verdict(planned.needed, machine.memory_bytes))
@@ -111,16 +105,7 @@ def _collectives(calls: Iterator[Collective], ranks: Ranks) -> tuple[Collective,
     return tuple(sorted(timed, key=lambda x: (x.is_backward, get_args(Dimension).index(x.dimension))))
 
 
-def _gathered(
-    model: ModelLayout,
-    shares: list[LayerShare],
-    ranks: Ranks,
-    batch: int,
-    context: int,
-    dtype: torch.dtype,
-    *,
-    training: bool,
-) -> int:
+def _gathered(model: ModelLayout, shares: list[LayerShare], ranks: Ranks, sizes: PhaseSizes, *, training: bool) -> int:
     """Return the bytes received from other ranks that are live at the peak.
 
     With FSDP2 these are the weights of two blocks and in training the gradients of one; with context parallelism, the
@@ -130,9 +115,9 @@ def _gathered(
     if ranks.fsdp > 1:
         others = (model.other_parameters or 0) // (ranks.tensor * model.layers)
         largest = max(x.elements(1) for x in shares) + others
-        total += (3 if training else 2) * largest * dtype.itemsize
+        total += (3 if training else 2) * largest * sizes.dtype.itemsize
     for share in shares if ranks.context > 1 else ():
-        sent = share.context_bytes(ranks, batch, context, dtype)
+        sent = share.context_bytes(ranks, sizes)
         if sent.method == "all_gather" and training:  # which autograd saves in each layer
             total += sent.forward * share.layers
         elif sent.method == "all_gather":

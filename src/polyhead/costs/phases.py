@@ -197,14 +197,24 @@ def need(model: ModelLayout, phase: Phase, sizes: PhaseSizes, machine: Machine) 
 
 
 def _outside(model: ModelLayout, phase: Phase, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of a phase that are not attention's, by field of `PhasePlan`."""
-    if model.other_parameters is None:
-        return {}
-    weights = model.other_parameters * dtype.itemsize
+    return outside_bytes(model.other_parameters, model.parameters.total, phase, dtype)
+
+
+def outside_bytes(others: int | None, attention: int, phase: Phase, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of a phase that are not attention's, by field of `PhasePlan`.
+
+    Args:
+        others: parameters outside attention, None if unknown.
+        attention: parameters of attention, whose optimizer state counts as well.
+        phase: the phase.
+        dtype: dtype of the parameters.
+    """
+    if others is None:
+        return {"other_weights": 0, "optimizer_state": 0}
+    weights = others * dtype.itemsize
     if phase != "training":
-        return {"other_weights": weights}
-    state = 8 * (model.parameters.total + model.other_parameters)  # two float32 moments
-    return {"other_weights": 2 * weights, "optimizer_state": state}
+        return {"other_weights": weights, "optimizer_state": 0}
+    return {"other_weights": 2 * weights, "optimizer_state": 8 * (attention + others)}  # two float32 moments
 
 
 def _phase_memory(

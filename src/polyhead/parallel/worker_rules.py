@@ -1,7 +1,8 @@
-"""Rules for workers of any launcher, without an import of PyTorch: the time limit, and values that must be equal."""
+"""Rules for workers of any launcher, without an import of PyTorch: which process is one, time limit, equal values."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,17 @@ from polyhead.files import short
 
 SECONDS = 600.0  # default of the time limit
 _MOST_SECONDS = 1e9
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that `torchrun` sets
+
+
+def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is one of several that `torchrun`, or a launcher of the same convention, started."""
+    if not all(environment.get(name) for name in _VARIABLES):
+        return False
+    for name in ("RANK", "WORLD_SIZE"):
+        if not environment[name].isdecimal():
+            raise OptionError(f"{name}, which torchrun sets, must be an integer, got {environment[name]!r}; unset it")
+    return int(environment["WORLD_SIZE"]) > 1
 
 
 def check_seconds(seconds: float) -> None:

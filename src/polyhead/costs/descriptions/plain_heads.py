@@ -43,8 +43,7 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
         biases = self.queries + self.keys + self.values if config.bias else 0
         biases += layout.embed_dim if config.output_bias else 0
         norms = NORM_WEIGHTS[config.qk_norm] * layout.head_dim
-        position_layout = config.position_layout if isinstance(config, HeadsConfig) else layout
-        positions = 0 if config.positions is None else config.positions.num_parameters(position_layout)
+        positions = 0 if config.positions is None else config.positions.num_parameters(config.position_layout)
         return biases + norms + positions + (config.num_heads if config.sinks else 0) + self.extra_parameters
 
     @property

@@ -137,9 +137,7 @@ def _listed_rotary(fields: Fields, name: str, layers: int) -> list[bool]:
         listed = fields.quietly(field)
         if listed is None:
             continue
-        if not isinstance(listed, list | tuple) or len(listed) != layers:
-            count = len(listed) if isinstance(listed, list | tuple) else repr(listed)
-            raise OptionError(f"{field} must have one entry for each of the {layers} layers, got {count}")
+        _check_entries(field, listed, layers)
         return [bool(x) for x in listed]
     if name == "smollm3":
         raise OptionError(
@@ -147,6 +145,12 @@ def _listed_rotary(fields: Fields, name: str, layers: int) -> list[bool]:
             "or install transformers, which supplies the default"
         )
     return [True] * layers
+
+
+def _check_entries(field: str, listed: Any, layers: int) -> None:
+    if not isinstance(listed, list | tuple) or len(listed) != layers:
+        count = len(listed) if isinstance(listed, list | tuple) else repr(listed)
+        raise OptionError(f"{field} must have one entry for each of the {layers} layers, got {count}")
 
 
 def _rotary_layers(
@@ -263,9 +267,7 @@ def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> d
                 "install transformers, which supplies it for this family, or add it"
             )
         return {index: None if index < num_full else window for index in range(layers)}
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-        count = len(kinds) if isinstance(kinds, list | tuple) else repr(kinds)
-        raise OptionError(f"layer_types must have one entry for each of the {layers} layers, got {count}")
+    _check_entries("layer_types", kinds, layers)
     softmax = {index: kind for index, kind in enumerate(kinds) if kind in (_FULL, _WINDOWED)}
     others = sorted({str(kind) for kind in kinds} - {_FULL, _WINDOWED})
     unknown = [kind for kind in others if kind not in ("linear_attention", "mamba", "recurrent", "conv")]

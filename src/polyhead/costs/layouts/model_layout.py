@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class ModelLayout:
         """True if every layer is causal, so that the model can decode."""
         return all(getattr(group.config, "causal", False) for group in self.groups)
 
-    @property
+    @cached_property
     def parameters(self) -> Parameters:
         """Parameters of all attention layers."""
         groups = (count_parameters(group.config).times(group.layers) for group in self.groups)
@@ -164,7 +166,4 @@ def _read_group(number: int, content: Any) -> LayerGroup:
 
 def grouped(configs: Iterable[AttentionConfig]) -> tuple[LayerGroup, ...]:
     """Group equal configs, in order of first appearance."""
-    counts: dict[AttentionConfig, int] = {}
-    for config in configs:
-        counts[config] = counts.get(config, 0) + 1
-    return tuple(LayerGroup(config, count) for config, count in counts.items())
+    return tuple(LayerGroup(config, count) for config, count in Counter(configs).items())

@@ -88,8 +88,7 @@ def context_attention(
     def prepare() -> tuple[tuple[ContextCall, AttentionRequest, str], Mapping[str, str], list[Tensor]]:
         check_layout(layout)
         check_local(query, key, value)
-        if method not in ("auto", "ring", "all_gather"):
-            raise OptionError(f"method must be 'auto', 'ring' or 'all_gather', got {method!r}")
+        check_method(method)
         check_backend(backend, BACKENDS)
         options = {"scale": scale, "softcap": softcap, "sinks": sinks, "logsumexp": logsumexp, "finite": finite}
         request = checked_request(query, key, value, statistics=statistics, **options)  # type: ignore[arg-type]
@@ -105,6 +104,16 @@ def context_attention(
         if chosen == "ring":
             return ring.attend(call, *tensors)
         return all_gather.attend(call, *tensors, logsumexp=logsumexp)
+
+
+def check_method(method: str) -> None:
+    if method not in ("auto", "ring", "all_gather"):
+        raise OptionError(f"method must be 'auto', 'ring' or 'all_gather', got {method!r}")
+
+
+def method_by_size(gathered: int) -> Method:
+    """Return the method of "auto" for keys and values of so many bytes on all ranks together."""
+    return "all_gather" if gathered <= MOST_GATHERED else "ring"
 
 
 def whole_visibility(
@@ -159,7 +168,7 @@ def _method(method: str, call: ContextCall, request: AttentionRequest) -> str:
     if method != "auto":
         return method
     gathered = (request.key.nbytes + request.value.nbytes) * call.group.size
-    return "all_gather" if reason or gathered <= MOST_GATHERED else "ring"
+    return "all_gather" if reason else method_by_size(gathered)
 
 
 def _fields(

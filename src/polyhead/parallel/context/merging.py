@@ -58,11 +58,12 @@ class Rows:
         return [self.output, self.logsumexp, self.row_max, self.row_sum, *rest]
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor], names: Sequence[str], owners: Sequence[str]) -> Rows:
-        """Return rows with these `tensors()`, and the names of their statistics and of their owners."""
+    def from_tensors(cls, tensors: Sequence[Tensor], names: tuple[str, ...]) -> Rows:
+        """Return rows with these `tensors()`, and the names of their statistics."""
         output, logsumexp, row_max, row_sum, *rest = tensors
         statistics = dict(zip(names, rest[: len(names)], strict=True))
-        return cls(output, logsumexp, statistics, row_max, row_sum, dict(zip(owners, rest[len(names) :], strict=True)))
+        owners = dict(zip(owner_names(names), rest[len(names) :], strict=True))
+        return cls(output, logsumexp, statistics, row_max, row_sum, owners)
 
 
 class RowMerger:

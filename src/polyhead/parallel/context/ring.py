@@ -22,7 +22,6 @@ from polyhead.parallel.context.merging import (
     RowMerger,
     Rows,
     accumulation_dtype,
-    owner_names,
     part_gradients,
     part_names,
     sink_gradient,
@@ -89,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, *rest = ctx.saved_tensors[: ctx.num_saved]
         sinks = rest.pop(0) if ctx.has_sinks else None
         call = ctx.call
-        rows = Rows.from_tensors(rest, call.names, owner_names(call.names))
+        rows = Rows.from_tensors(rest, call.names)
         names = ("output", "logsumexp", *call.names)
         dtype = accumulation_dtype(query)
         given = {name: grad.to(dtype) for name, grad in zip(names, grads, strict=True) if grad is not None}
@@ -122,7 +121,7 @@ def _forward(call: ContextCall, query: Tensor, key: Tensor, value: Tensor, sinks
     if len(chunks) == 1:
         return chunks[0], backend
     tensors = [torch.cat(x, 2) for x in zip(*(chunk.tensors() for chunk in chunks), strict=True)]
-    return Rows.from_tensors(tensors, call.names, owner_names(call.names)), backend
+    return Rows.from_tensors(tensors, call.names), backend
 
 
 def _backward(
@@ -142,7 +141,7 @@ def _backward(
             targets = [of_span(grad_query, spans, i_query, chunk)]
             targets += [of_span(x, key_spans, i_key, columns) for x in totals]
             of_chunk = [of_span(x, spans, i_query, chunk) for x in rows.tensors()]
-            of_rows = Rows.from_tensors(of_chunk, call.names, owner_names(call.names))
+            of_rows = Rows.from_tensors(of_chunk, call.names)
             of_grads = {name: of_span(x, spans, i_query, chunk) for name, x in grads.items()}
             results = _part_backward(call, inputs, chunk, columns, of_rows, of_grads)
             for target, grad in zip(targets, results, strict=True):

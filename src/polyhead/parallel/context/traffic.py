@@ -9,7 +9,7 @@ import torch
 from polyhead.errors import OptionError
 from polyhead.geometry import checked_integer
 from polyhead.parallel.agreement import DIGEST_BYTES
-from polyhead.parallel.context.api import MOST_GATHERED, Method
+from polyhead.parallel.context.api import Method, check_method, method_by_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,11 @@ def context_bytes(
         checked_integer(name, size, at_least=1, error=OptionError)
     if tokens % ranks:
         raise OptionError(f"every rank has equally many tokens, got {tokens} tokens for {ranks} ranks")
-    if method not in ("auto", "ring", "all_gather"):
-        raise OptionError(f"method must be 'auto', 'ring' or 'all_gather', got {method!r}")
+    check_method(method)
     elements = batch * kv_heads * (tokens // ranks) * (head_dim + value_dim)
     shard = elements * dtype.itemsize
     if method == "auto":
-        method = "all_gather" if shard * ranks <= MOST_GATHERED else "ring"
+        method = method_by_size(shard * ranks)
     gradients = elements * max(dtype.itemsize, 4)
     backward = shard if method == "all_gather" else shard + gradients
     hops = ranks - 1

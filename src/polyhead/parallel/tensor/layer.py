@@ -59,6 +59,11 @@ class HeadParallelism:
         """Heads of this rank, as indices of the whole layer; empty on a rank with zero heads alone."""
         return self.split.heads(self.ranks.rank)
 
+    @property
+    def computed(self) -> range:
+        """Heads that this rank computes: its own, or one zero head."""
+        return self.split.computed(self.ranks.rank)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # process groups cannot be copied
 
@@ -170,15 +175,13 @@ class HeadParallelLayer(BaseAttention):
 
     def _masks(self) -> LocalMasks:
         parallelism = self.parallelism
-        heads = parallelism.split.computed(parallelism.ranks.rank)
-        return LocalMasks(heads, parallelism.split.num_heads, lambda term: self._shared(term)[0])
+        return LocalMasks(parallelism.computed, parallelism.split.num_heads, lambda term: self._shared(term)[0])
 
     def _gate(self, gate: Tensor, shape: tuple[int, int]) -> Tensor:
         parallelism = self.parallelism
-        heads, num_heads = parallelism.split.computed(parallelism.ranks.rank), parallelism.split.num_heads
         if isinstance(gate, Tensor):
             (gate,) = self._shared(gate)
-        return local_gate(gate, heads, num_heads, parallelism.maps, shape)
+        return local_gate(gate, parallelism.computed, parallelism.split.num_heads, parallelism.maps, shape)
 
     def _local(self, masks: LocalMasks, shape: tuple[int, int]) -> Any:
         """Return a layer of the heads of this rank, which shares everything else with this one."""

@@ -64,8 +64,8 @@ class ParameterShard:
                 f"parameters must not be distributed yet, got {self.name} as a DTensor over "
                 f"{parameter.device_mesh} with {parameter.placements}; apply HeadParallel first and once"
             )
-        padded = self._padded(parameter.detach())
-        value = distribute_tensor(padded, ranks.mesh, [self.placement], src_data_rank=source)
+        whole = padded(parameter.detach(), self.dim, self.padding)
+        value = distribute_tensor(whole, ranks.mesh, [self.placement], src_data_rank=source)
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     def local(self, parameter: Tensor, rank: int) -> Tensor:
@@ -118,16 +118,18 @@ class ParameterShard:
         if [*whole.shape] != expected:
             raise CheckpointError(f"{self.name} must have shape {expected}, got {[*whole.shape]} in the checkpoint")
         mesh = parameter.device_mesh
-        whole = self._padded(whole if parameter.is_meta else whole.to(parameter.device))
+        whole = padded(whole if parameter.is_meta else whole.to(parameter.device), self.dim, self.padding)
         replicated = distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         return replicated.redistribute(placements=parameter.placements)
 
-    def _padded(self, x: Tensor) -> Tensor:
-        if not self.padding:
-            return x
-        sizes = [0] * (2 * x.ndim)
-        sizes[2 * (x.ndim - 1 - self.dim) + 1] = self.padding
-        return F.pad(x, sizes)
+
+def padded(x: Tensor, dim: int, count: int) -> Tensor:
+    """Return a tensor with `count` zeros after its last entry along `dim`."""
+    if not count:
+        return x
+    sizes = [0] * (2 * x.ndim)
+    sizes[2 * (x.ndim - 1 - dim) + 1] = count
+    return F.pad(x, sizes)
 
 
 def shards_of(layer: BaseAttention, ranks: int, rank: int) -> dict[str, ParameterShard]:

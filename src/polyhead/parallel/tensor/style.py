@@ -27,7 +27,24 @@ from polyhead.parallel.tensor.rules import check_supported
 from polyhead.parallel.tensor.shards import shards_of
 
 
-class HeadParallel(ParallelStyle):
+class _MeshStyle(ParallelStyle):
+    """Options of the styles of attention layers and feed-forward networks."""
+
+    def __init__(self, *, sequence_parallel: bool = False, mesh_dim: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(sequence_parallel, bool):
+            raise OptionError(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
+        if mesh_dim is not None and not isinstance(mesh_dim, str):
+            raise OptionError(f"mesh_dim must be the name of a mesh dimension, got {mesh_dim!r}")
+        self.sequence_parallel = sequence_parallel
+        self.mesh_dim = mesh_dim
+
+    def __repr__(self) -> str:
+        options = f"sequence_parallel={self.sequence_parallel}, mesh_dim={self.mesh_dim!r}"
+        return f"{type(self).__name__}({options})"
+
+
+class HeadParallel(_MeshStyle):
     """Distribute the heads of an attention layer over the ranks of a mesh dimension.
 
     Each rank holds and computes a block of the heads: rows of the query, key, value and gate projections, columns of
@@ -56,18 +73,6 @@ class HeadParallel(ParallelStyle):
     >>> parallelize_module(model, mesh, plan)  # doctest: +SKIP
     """
 
-    def __init__(self, *, sequence_parallel: bool = False, mesh_dim: str | None = None) -> None:
-        super().__init__()
-        if not isinstance(sequence_parallel, bool):
-            raise OptionError(f"sequence_parallel must be True or False, got {sequence_parallel!r}")
-        if mesh_dim is not None and not isinstance(mesh_dim, str):
-            raise OptionError(f"mesh_dim must be the name of a mesh dimension, got {mesh_dim!r}")
-        self.sequence_parallel = sequence_parallel
-        self.mesh_dim = mesh_dim
-
-    def __repr__(self) -> str:
-        return f"HeadParallel(sequence_parallel={self.sequence_parallel}, mesh_dim={self.mesh_dim!r})"
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = MeshRanks(one_dimension(device_mesh, self.mesh_dim))
         issue, facts = None, {}
@@ -90,18 +95,13 @@ class HeadParallel(ParallelStyle):
         return module
 
 
-class FeedForwardParallel(ParallelStyle):
+class FeedForwardParallel(_MeshStyle):
     """Distribute a `polyhead.layers.FeedForward`: columns of `up` and `gate`, rows of `down`.
 
     Args:
         sequence_parallel: inputs and output are shards of the sequence, as in `HeadParallel`.
         mesh_dim: name of the mesh dimension, for meshes with several.
     """
-
-    def __init__(self, *, sequence_parallel: bool = False, mesh_dim: str | None = None) -> None:
-        super().__init__()
-        self.sequence_parallel = sequence_parallel
-        self.mesh_dim = mesh_dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dimension(device_mesh, self.mesh_dim)

@@ -6,26 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics
-from polyhead.parallel.tensor.collectives import MeshRanks, gather
-from polyhead.parallel.tensor.head_split import HeadSplit
+from polyhead.parallel.tensor.collectives import gather
+from polyhead.parallel.tensor.shards import padded
 
 if TYPE_CHECKING:
     from polyhead.parallel.tensor.layer import HeadParallelism
-
-
-def gather_heads(ranks: MeshRanks, split: HeadSplit, x: Tensor, dim: int, what: str) -> Tensor:
-    """Return the heads of all ranks along `dim`, from those of this rank; zero heads are left out."""
-    missing = split.block - x.shape[dim]
-    if missing:
-        sizes = [0] * (2 * x.ndim)
-        sizes[2 * (x.ndim - 1 - dim) + 1] = missing
-        x = F.pad(x, sizes)
-    return gather(ranks, x, dim, what, same_use=True).narrow(dim, 0, split.num_heads)
 
 
 class WholeHeads:
@@ -87,10 +76,12 @@ class WholeHeads:
         return RowStatistics(**{name: x.detach() if name == "visible_keys" else x for name, x in whole.items()})
 
     def _maps(self, x: Tensor, what: str) -> Tensor:
-        """Gather [batch, maps * heads of this rank, ...] as [batch, maps * heads, ...]."""
-        parallelism = self._parallelism
+        """Gather [batch, maps * heads of this rank, ...] as [batch, maps * heads, ...], without zero heads."""
+        parallelism, split = self._parallelism, self._parallelism.split
         by_map = x.unflatten(1, (parallelism.maps, -1))
-        return gather_heads(parallelism.ranks, parallelism.split, by_map, 2, what).flatten(1, 2)
+        block = padded(by_map, 2, split.block - by_map.shape[2])
+        whole = gather(parallelism.ranks, block, 2, what, same_use=True)
+        return whole.narrow(2, 0, split.num_heads).flatten(1, 2)
 
     def _sources(self, x: Tensor, what: str) -> Tensor:
         """Gather the keys or values [batch, maps * KV heads of this rank, ...], one per head."""
