@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyhead.errors import BackendUnsupported, OptionError, ShapeError
 from polyhead.ops.common.kernels.availability import device_reasons, multiprocessors
-from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two
+from polyhead.ops.common.kernels.sizes import blocks_of, padded_dim, power_of_two, tile_dims
 from polyhead.ops.common.statistics import NAMES, WINDOW
 from polyhead.ops.common.tracing import TRANSFORMED, is_traced, is_transformed
 from polyhead.ops.decode.kernels.latent_tiles import LatentBlocks, Latents, SoftmaxOptions, latent_reasons
@@ -408,7 +408,7 @@ def plan_blocks(
     loaded before the addresses of the keys are known.
     """
     block_m = min(padded_dim(rows), _MAX_ROWS)
-    block_key, block_value = padded_dim(dim_key), padded_dim(dim_value)
+    block_key, block_value = tile_dims(dim_key, dim_value)
     quantised = itemsize == 1
     is_plain = itemsize == 2 and not indirect
     tile_kib = 16 if quantised else 64 if is_plain and block_m == 16 else 32  # keys and values of one tile
