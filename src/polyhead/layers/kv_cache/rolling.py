@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView
 from polyhead.layers.kv_cache.slots import SlotCache, TokenWriter
-from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, checked_sizes, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, all_equal, count, integers, longest, positive
 from polyhead.masks import Mask
 
 
@@ -39,25 +40,12 @@ class RollingCache(SlotCache):
     ((9,), torch.Size([1, 2, 4, 3]))
     """
 
-    def __init__(
-        self,
-        *,
-        window: int,
-        sinks: int = 0,
-        rollback: int = 0,
-        batch_size: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, *, window: int, sinks: int = 0, rollback: int = 0, **sizes: Unpack[CacheSizes]) -> None:
         self.window: int = positive("window", window)
         self.sinks = count("sinks", sinks)
         self.rollback = count("rollback", rollback)
         self._ring = self.window + self.rollback
-        sizes = checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device)
-        super().__init__(batch_size, sizes, self.sinks + self._ring)
+        super().__init__(self.sinks + self._ring, **sizes)
         # Position of the first token after the sinks that is still stored; 0 while nothing was dropped. Not a function
         # of the length, because a crop does not restore dropped tokens.
         self._floors: tuple[int, ...] = (0,) * self.batch_size
@@ -169,10 +157,6 @@ class RollingCache(SlotCache):
         return Mask.dense((self._slot_positions() >= 0)[:, None, None])
 
     # ---- the ring
-
-    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
-        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
-            write(buffer, block)
 
     def _windowed(self, mask: Mask | None, num_tokens: int, all_real: bool) -> Mask | None:
         """Return `mask` & window; omits the window if the slots contain exactly that of a single query."""

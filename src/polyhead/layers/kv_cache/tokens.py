@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from polyhead.geometry import checked_integer
 
 count = partial(checked_integer, error=CacheError)
 positive = partial(checked_integer, at_least=1, error=CacheError)
+
+
+class CacheSizes(TypedDict, total=False):
+    """Options that every cache has; those of the first block by default."""
+
+    batch_size: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    value_dim: int | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 @dataclass(frozen=True, slots=True)
