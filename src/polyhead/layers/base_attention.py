@@ -28,6 +28,7 @@ from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
+from polyhead.ops.common.validation import check_mask
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
@@ -238,6 +239,8 @@ class BaseAttention(nn.Module):
 
     def _combined_mask(self, mask: Mask | None) -> Mask | None:
         """Return the conjunction of the layer's mask and that of a call."""
+        if mask is not None:
+            check_mask(mask)
         return mask if self.mask is None else self.mask if mask is None else self.mask & mask
 
     def _call_options(

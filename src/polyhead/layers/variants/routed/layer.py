@@ -30,7 +30,6 @@ from polyhead.layers.variants.routed.row_order import (
     rows_by_slot,
 )
 from polyhead.layers.variants.routed.validation import (
-    check_mask,
     check_routing,
     check_shape_options,
     check_shape_positions,
@@ -42,6 +41,7 @@ from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics
 from polyhead.ops.common.gates import gate_factors
+from polyhead.ops.common.validation import is_autocast
 from polyhead.ops.common.visibility import resolve
 from polyhead.ops.selected_rows.api import ragged_attention
 from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, summed_product, weighs_rows
@@ -264,7 +264,6 @@ class RoutedHeads(BaseAttention):
         """
         layout = self.layout
         checks.check_padded("routed heads take", "query", query, layout.embed_dim, self.k_proj)
-        check_mask(mask)
         batch, queries, _ = query.shape
         if key is not None:
             check_source(key, batch, layout, self.k_proj)
@@ -470,7 +469,7 @@ def _non_padding(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor
 def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as a linear layer would under autocast."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not is_autocast(kind):
         return x, weight
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype)
