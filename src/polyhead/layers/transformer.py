@@ -16,6 +16,7 @@ from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForwar
 from polyhead.layers.kv_cache import GrowingCache, KVCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import AddsToInput, Positions
 from polyhead.masks import Mask, Side
+from polyhead.ops.common.validation import is_autocast
 
 __all__ = ["DecoderBlock", "Encoder", "EncoderBlock", "FeedForward", "LanguageModel", "SequenceToSequence"]
 
@@ -320,7 +321,7 @@ class LanguageModel(_Trunk):
 def _projected_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of a projection's outputs, which is autocast's while that is enabled."""
     device = weight.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype is not torch.float64:  # which autocast leaves as it is
+    if is_autocast(device) and weight.dtype is not torch.float64:  # which autocast leaves as it is
         return torch.get_autocast_dtype(device)
     return weight.dtype
 
