@@ -261,15 +261,12 @@ class ProjectedHeads(BaseAttention):
         k and v are those of the new tokens; a view of a cache already contains them.
         """
         key_heads = self.layout.key_heads
-        options: dict[str, Any] = {"scale": self.scale, "sinks": self.sinks, "key_heads": key_heads}
-        result = self._decode(q, call, **options)
-        if call.view is not None and (result is None or self._listener is not None):
-            k, v = call.view.key, call.view.value
-        if result is None:
-            result = self._attention(q, k, v, call, **options)
-        if self._listener is not None and key_heads is not None:  # observers assume even groups
-            k, v = (select_heads(x, key_heads) for x in (k, v))
-        self._notify(q, k, v, result, call.mask, self.scale)
+        result = self._attend_heads(q, k, v, call, scale=self.scale, sinks=self.sinks, key_heads=key_heads)
+        if self._listener is not None:
+            k, v = call.keys_and_values(k, v)
+            if key_heads is not None:  # observers assume even groups
+                k, v = (select_heads(x, key_heads) for x in (k, v))
+            self._notify(q, k, v, result, call.mask, self.scale)
         return result
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:

@@ -122,13 +122,11 @@ class CollaborativeAttention(ProjectedHeads):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         scale = self.layout.head_dim**-0.5 if self.scale is None else self.scale
-        result = self._decode(q, call, scale=scale, sinks=self.sinks, by_head=self._expand_storage)
-        if call.view is not None and (result is None or self._listener is not None):
-            k, v = call.view.key, call.view.value
-        k, v = self._expand_heads(k, 1), self._split_values(v, 1)
-        if result is None:
-            result = self._attention(q, k, v, call, scale=scale, sinks=self.sinks)
-        self._notify(q, k, v, result, call.mask, scale)
+        heads = self._expand_heads(k, 1), self._split_values(v, 1)
+        result = self._attend_heads(q, *heads, call, scale=scale, sinks=self.sinks, by_head=self._expand_storage)
+        if self._listener is not None:
+            k, v = call.keys_and_values(k, v)
+            self._notify(q, self._expand_heads(k, 1), self._split_values(v, 1), result, call.mask, scale)
         return result
 
     def _expand_storage(self, cache: CacheArguments) -> CacheArguments:

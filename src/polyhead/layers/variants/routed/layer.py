@@ -301,14 +301,13 @@ class RoutedHeads(BaseAttention):
             check_shared_mask(call.mask)
         sizes = (batch, self.rows_per_head, routing.heads.shape[2], queries)
         if self.shape == "shared" and routing.counts is None:
-            result = reshaped(self._in_slots(q, k, v, call), sizes)
+            # The same number of heads for every token, over shared keys: a slot may be any head.
+            result = reshaped(self._attend_heads(q, k, v, call, scale=self.scale, sinks=None), sizes)
         else:
-            if view is not None:
-                k, v = view.key, view.value
-            result = self._ragged(q, k, v, rows, routing, call)
+            result = self._ragged(q, *call.keys_and_values(k, v), rows, routing, call)
         heads = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
         if self._listener is not None:
-            k, v = (k, v) if view is None else (view.key, view.value)
+            k, v = call.keys_and_values(k, v)
             full = replace(heads, output=by_head(heads.output, routing, 0.0))
             options = (call.mask, self.scale, self.softcap, self.sinks, routing)
             self._listener(RoutedAttended(by_head(q.unflatten(1, sizes[1:3]), routing, 0.0), k, v, full, *options))
@@ -346,15 +345,6 @@ class RoutedHeads(BaseAttention):
         projected = apply_linears(self._of_source, (self.k_proj, self.v_proj), x)
         k, v = (split_heads(part, self.layout.num_kv_heads) for part in projected)
         return k if self.k_norm is None else apply_norm(self.k_norm, k), v
-
-    def _in_slots(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
-        """Attend over shared keys with the same number of heads for every token; a slot may be any head."""
-        result = self._decode(q, call, scale=self.scale, sinks=None)
-        if result is not None:
-            return result
-        if call.view is not None:
-            k, v = call.view.key, call.view.value
-        return self._attention(q, k, v, call, scale=self.scale, sinks=None)
 
     def _ragged(
         self, q: Tensor, k: Tensor, v: Tensor, rows: RowsByHead, routing: Routing, call: CallOptions
