@@ -226,9 +226,8 @@ class ProjectedHeads(BaseAttention):
                 k, v = key.key, key.value
             else:
                 k, v = self._project_source(key, value)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = apply_norm(self.q_norm, q)
-            k = k if isinstance(key, Memory) else apply_norm(self.k_norm, k)
+        q = apply_norm(self.q_norm, q)
+        k = k if isinstance(key, Memory) else apply_norm(self.k_norm, k)
         q, k = self._rotate(q, k, start, cache, key)
         call = self._call_options(
             q,
@@ -250,9 +249,7 @@ class ProjectedHeads(BaseAttention):
         if self.gate_proj is not None:
             by_head = (self.layout.num_heads, -1)
             heads = heads * torch.sigmoid(self.gate_proj(query)).unflatten(-1, by_head).transpose(1, 2)
-        if head_gate is not None or self.head_gate is not None:
-            heads = self._gated(heads, head_gate)
-        heads = heads.transpose(1, 2)  # [batch, queries, heads, value_dim]
+        heads = self._gated(heads, head_gate).transpose(1, 2)  # [batch, queries, heads, value_dim]
         return replace(result, output=self.out_proj(heads.flatten(2) if self.combine is None else self.combine(heads)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
@@ -282,8 +279,7 @@ class ProjectedHeads(BaseAttention):
         k, v = self._project_source(key, value)
         # Views of the joint projection keep all of it in memory.
         is_view = self.k_norm is None and not isinstance(self.positions, RotatesHeads)
-        k = k if self.k_norm is None else apply_norm(self.k_norm, k)
-        return self._memory(self._apply_rotary(k), v if is_view else v.clone())
+        return self._memory(self._apply_rotary(apply_norm(self.k_norm, k)), v if is_view else v.clone())
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout

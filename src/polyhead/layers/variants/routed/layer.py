@@ -338,13 +338,12 @@ class RoutedHeads(BaseAttention):
             # The backward of indexing rounds to the dtype of the bias after every row; that of embedding only once.
             q = q + F.embedding(routing.heads.reshape(-1), self.query_bias.to(q.dtype))
         q = q.view(batch, queries, routing.heads.shape[2], self.rows_per_head, self.layout.head_dim)
-        q = q.permute(0, 3, 2, 1, 4).flatten(1, 2)
-        return q if self.q_norm is None else apply_norm(self.q_norm, q)
+        return apply_norm(self.q_norm, q.permute(0, 3, 2, 1, 4).flatten(1, 2))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         projected = apply_linears(self._of_source, (self.k_proj, self.v_proj), x)
         k, v = (split_heads(part, self.layout.num_kv_heads) for part in projected)
-        return k if self.k_norm is None else apply_norm(self.k_norm, k), v
+        return apply_norm(self.k_norm, k), v
 
     def _ragged(
         self, q: Tensor, k: Tensor, v: Tensor, rows: RowsByHead, routing: Routing, call: CallOptions
