@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
+from polyhead.geometry import checked_integer
 from polyhead.layers.base_attention import Memory
 from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForward
+from polyhead.layers.checks import check_one_of
 from polyhead.layers.kv_cache import GrowingCache, KVCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import AddsToInput, Positions
 from polyhead.masks import Mask, Side
@@ -57,8 +59,7 @@ class _Trunk(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ShapeError(f"num_layers must be at least 1, got {num_layers}")
+        checked_integer("num_layers", num_layers, at_least=1)
         shared = positions is None or isinstance(positions, Positions)
         modules = [positions if shared else cast(Callable[[], Positions], positions)() for _ in range(num_layers)]
         self.positions = modules[0] if isinstance(modules[0], AddsToInput) else None
@@ -275,8 +276,7 @@ class LanguageModel(_Trunk):
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise OptionError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
-        if side not in ("left", "right"):
-            raise OptionError(f"side must be 'left' or 'right', got {side!r}")
+        check_one_of("side", side, ("left", "right"))
         _check_tokens(tokens)
         batch, width = tokens.shape
         prompt_lengths = [width] * batch if lengths is None else list(lengths)

@@ -168,8 +168,7 @@ class KVCache(ABC):
         Returns:
             The cache, empty.
         """
-        build: Any = cls  # constructors differ between the classes
-        cache: Self = build(
+        return cls(
             batch_size=batch_size,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
@@ -178,7 +177,6 @@ class KVCache(ABC):
             device=device,
             **options,
         )
-        return cache
 
     # ---- contents
 
