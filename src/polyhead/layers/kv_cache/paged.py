@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, count, integers, longest, new_tokens, positive
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
@@ -307,14 +307,12 @@ class PagedCache(KVCache):
         return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
 
     def _write(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...]) -> None:
-        place = torch.arange(key.shape[2])
-        row, place = (place < torch.tensor(new_lengths, dtype=torch.int64)[:, None]).nonzero(as_tuple=True)
-        position = torch.tensor(self._lengths, dtype=torch.int64)[row] + place
+        row, in_block, position = new_tokens(self._lengths, new_lengths, key.shape[2])
         page = self._host_tables()[row, position // self.page_size].long()
         slot = page * self.page_size + position % self.page_size
-        row, place, slot = torch.stack([row, place, slot]).to(key.device, non_blocking=True)
+        row, in_block, slot = torch.stack([row, in_block, slot]).to(key.device, non_blocking=True)
         for pages, block in ((self.pool.keys, key), (self.pool.values, value)):
-            pages.flatten(0, 1).index_copy_(0, slot, block[row, :, place])  # [tokens, kv_heads, dim]
+            pages.flatten(0, 1).index_copy_(0, slot, block[row, :, in_block])  # [tokens, kv_heads, dim]
 
     def _stored(self) -> tuple[Tensor, ...]:
         return self.pool.keys, self.pool.values, self.block_tables
@@ -367,7 +365,7 @@ class PagedCache(KVCache):
         if self._on_host is None:
             max_pages = longest([len(table) for table in self._tables], otherwise=0)
             rows = [table + [0] * (max_pages - len(table)) for table in self._tables]
-            self._on_host = torch.tensor(rows, dtype=torch.int32).view(len(rows), max_pages)
+            self._on_host = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(rows), max_pages)
         return self._on_host
 
     def _pages_for(self, num_tokens: int) -> int:

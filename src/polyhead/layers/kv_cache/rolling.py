@@ -11,7 +11,16 @@ from torch import Tensor
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView
 from polyhead.layers.kv_cache.slots import SlotCache, TokenWriter
-from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, all_equal, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import (
+    CacheSizes,
+    TokenLayout,
+    all_equal,
+    count,
+    integers,
+    longest,
+    new_tokens,
+    positive,
+)
 from polyhead.masks import Mask
 
 
@@ -171,15 +180,11 @@ class RollingCache(SlotCache):
         if num_tokens == 1 and starts and all_equal(starts) and all_equal(new_lengths):
             first_slot = starts[0] if starts[0] < self.sinks else self.sinks + (starts[0] - self.sinks) % self._ring
             return TokenWriter(first_slot, new_lengths[0], None)
-        place = torch.arange(num_tokens)
-        new = torch.tensor(new_lengths, dtype=torch.int64)[:, None]
-        start = torch.tensor(starts, dtype=torch.int64)[:, None]
-        position = start + place
+        row, in_block, position = new_tokens(starts, new_lengths, num_tokens)
         sink = position < self.sinks
-        retained = (place < new) & (sink | (position >= start + new - self._ring))
+        retained = sink | (position >= (integers(starts, "cpu") + integers(new_lengths, "cpu"))[row] - self._ring)
         slot = torch.where(sink, position, self.sinks + (position - self.sinks) % self._ring)
-        row, chosen = retained.nonzero(as_tuple=True)
-        index = torch.stack([row, slot[row, chosen], chosen])
+        index = torch.stack([row, slot, in_block])[:, retained]
         return TokenWriter(0, 0, index.to(device, non_blocking=True))
 
     def _positions(self, starts: Sequence[int], start: int, new_lengths: Sequence[int], num_tokens: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, all_equal, count, longest
+from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, all_equal, count, longest, new_tokens
 
 
 class SlotCache(KVCache):
@@ -138,10 +138,8 @@ class TokenWriter(NamedTuple):
         if all_equal(starts):
             # Padding written after a shorter row is masked until it is overwritten.
             return cls(longest_start, longest(new_lengths, otherwise=num_tokens), None)
-        is_token = torch.arange(num_tokens) < torch.tensor(new_lengths)[:, None]
-        row, in_block = is_token.nonzero(as_tuple=True)
-        index = torch.stack([row, torch.tensor(starts)[row] + in_block, in_block])
-        return cls(0, 0, index.to(device, non_blocking=True))
+        row, in_block, position = new_tokens(starts, new_lengths, num_tokens)
+        return cls(0, 0, torch.stack([row, position, in_block]).to(device, non_blocking=True))
 
     def __call__(self, buffer: Tensor, block: Tensor) -> None:
         if self.places is None:

@@ -89,6 +89,13 @@ def integers(values: Sequence[int], device: torch.device | str | None) -> Tensor
     return torch.tensor(values, dtype=torch.int64).to(device or "cpu", non_blocking=True)
 
 
+def new_tokens(starts: Sequence[int], new_lengths: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sequence, the index in its block and the position of each non-padding token of a block, on the CPU."""
+    is_token = torch.arange(num_tokens, device="cpu") < integers(new_lengths, "cpu")[:, None]
+    row, in_block = is_token.nonzero(as_tuple=True)
+    return row, in_block, integers(starts, "cpu")[row] + in_block
+
+
 def host_integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
