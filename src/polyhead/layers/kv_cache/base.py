@@ -111,7 +111,6 @@ class KVCache(ABC):
         num_kv_heads, head_dim, value_dim: sizes of a token; those of the first block by default.
         dtype: dtype of keys and values; that of the first block by default.
         device: device of the storage; that of the first block by default.
-        sizes: any of these options.
 
     >>> import torch, polyhead
     >>> from polyhead.layers import GrowingCache

@@ -129,6 +129,7 @@ class PagedCache(KVCache):
     Args:
         num_pages: pages of the pool.
         page_size: tokens per page.
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> prompt = PagedCache(num_pages=7, page_size=4)
     >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))

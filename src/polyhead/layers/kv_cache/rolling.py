@@ -41,6 +41,7 @@ class RollingCache(SlotCache):
         window: last tokens to keep.
         sinks: first tokens to keep.
         rollback: further tokens to keep, so that `crop` can drop that many.
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> cache = RollingCache(window=4)
     >>> for _ in range(9):

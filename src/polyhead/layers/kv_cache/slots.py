@@ -157,6 +157,7 @@ class PreallocatedCache(SlotCache):
 
     Args:
         capacity: tokens per sequence.
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> cache = PreallocatedCache(capacity=5)
     >>> key = value = torch.ones(1, 2, 4, 3)
@@ -177,6 +178,9 @@ class GrowingCache(SlotCache):
 
     Growing costs less than two copies per token in total, for any sequence length. `reset` frees the memory, and
     the next block determines the layout again. Arguments of the constructor are checked against the first block.
+
+    Args:
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> cache = GrowingCache()
     >>> for _ in range(3):
