@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,9 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.config import register_config
 from polyhead.layers.joint_projection import is_plain_linear
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import RotatesHeads
@@ -248,3 +250,30 @@ def check_collaborative(layout: HeadLayout, shared_dim: int | None, qk_norm: str
         )
     if qk_norm is not None:
         raise OptionError(f"collaborative heads do not support qk_norm, which would undo the mixing, got {qk_norm!r}")
+
+
+@register_config("collaborative", CollaborativeAttention)
+@dataclass(frozen=True)
+class CollaborativeConfig(HeadsConfig):
+    """Config of `CollaborativeAttention`.
+
+    Args:
+        shared_dim: as in `CollaborativeAttention`.
+
+    >>> CollaborativeConfig(512, 8).shared_dim
+    512
+    """
+
+    _: KW_ONLY
+    shared_dim: int | None = None
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
+        check_collaborative(self.layout, self.shared_dim, self.qk_norm)
+        self._fill(shared_dim=self.shared_dim or self.layout.num_heads * self.layout.head_dim)
+
+    @property
+    def position_layout(self) -> HeadLayout:
+        """Head layout that the position module applies to: queries and keys of a head have all shared channels."""
+        assert self.shared_dim is not None
+        return replace(self.layout, head_dim=self.shared_dim)

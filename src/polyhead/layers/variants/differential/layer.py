@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
 from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.variants.differential.weights import combined_weights
@@ -264,3 +266,29 @@ def _concat_maps(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOu
         statistics = RowStatistics(**{name: torch.cat((a, b), 1) for (name, a), (_, b) in pairs})
     logsumexp, weights = both(first.logsumexp, second.logsumexp), both(first.weights, second.weights)
     return AttentionOutput(output, logsumexp, weights, statistics, first.backend)
+
+
+@register_config("differential", DifferentialAttention)
+@dataclass(frozen=True)
+class DifferentialConfig(HeadsConfig):
+    """Config of `DifferentialAttention`.
+
+    Args:
+        layer_index, norm_eps: as in `DifferentialAttention`.
+
+    >>> config = DifferentialConfig(512, 4, layer_index=3)
+    >>> config.head_dim, config.position_layout.head_dim
+    (128, 64)
+    """
+
+    _: KW_ONLY
+    layer_index: int = 0
+    norm_eps: float = 1e-5
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
+        check_differential(self.layout, self.layer_index, self.norm_eps, self.qk_norm)
+
+    @property
+    def position_layout(self) -> HeadLayout:
+        return replace(self.layout, head_dim=self.layout.head_dim // 2)
