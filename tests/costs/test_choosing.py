@@ -17,8 +17,8 @@ from polyhead.costs.timing.machine import Machine
 from polyhead.errors import DtypeError, OptionError
 from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
-from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
+from polyhead.layers.variants.differential.layer import DifferentialConfig
 
 
 def kinds(config: object, **options: object) -> list[str]:

@@ -34,7 +34,7 @@ from polyhead.layers import MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 
 WINDOWED = MultiHeadConfig(24, 6, num_kv_heads=2, causal=True, window=4, bias=False)

@@ -33,8 +33,8 @@ from polyhead.layers.multi_head.config import MultiHeadConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
 from polyhead.layers.variants import mixing as mixing_layer
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
-from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
+from polyhead.layers.variants.differential.layer import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking import TalkingHeadsConfig
 from tests.costs.pytorch_counts import BATCH, EMBED, HEADS, QUERIES, WORKLOADS, workloads

@@ -28,8 +28,8 @@ from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
-from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
+from polyhead.layers.variants.differential.layer import DifferentialConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.layers.variants.talking import TalkingHeadsConfig
 from polyhead.progress import Progress

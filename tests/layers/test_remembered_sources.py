@@ -53,3 +53,18 @@ def test_a_source_that_a_layer_remembers_from_before_its_heads_were_edited_is_re
     with pytest.raises(OptionError, match="before its heads were edited; call remember again"):
         layer(x, memory)
     torch.testing.assert_close(layer(x, layer.remember(source)).output, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("removed", ["q_norm", "k_norm"])
+def test_a_source_is_remembered_as_it_is_projected_where_one_norm_was_removed(removed: str) -> None:
+    layer = MultiHeadAttention(15, 3, qk_norm="rms").eval()
+    x, source = torch.randn(2, 5, 15), torch.randn(2, 11, 15)
+    both = layer(x, source).output
+    setattr(layer, removed, None)
+    output = layer(x, source).output
+    torch.testing.assert_close(layer(x, layer.remember(source)).output, output)
+    assert not torch.allclose(output, both)
+    other = "k_norm" if removed == "q_norm" else "q_norm"
+    setattr(layer, other, None)
+    assert not torch.allclose(layer(x, source).output, output)  # the other norm was still applied

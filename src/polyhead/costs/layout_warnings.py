@@ -12,8 +12,8 @@ from polyhead.costs.timing.limits import KEY_TILE, QUERY_TILE
 from polyhead.costs.timing.machine import Machine
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
-from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
+from polyhead.layers.variants.differential.layer import DifferentialConfig
 
 NARROW = 64
 # Kind of warning and its explanation.

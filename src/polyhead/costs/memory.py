@@ -17,7 +17,7 @@ from polyhead.costs.workload import Workload
 from polyhead.layers import AttentionConfig, MultiHeadConfig
 from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.positions.config import RotaryConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 from polyhead.masks import Mask
 

@@ -9,7 +9,7 @@ from polyhead.costs.work import Amounts
 from polyhead.layers.config import AttentionConfig
 from polyhead.layers.latent.config import LatentConfig
 from polyhead.layers.multi_head.config import HeadsConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 
 

@@ -28,6 +28,7 @@ from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
+from polyhead.ops.common.validation import check_mask
 from polyhead.ops.decode.api import cached_attention, cached_reasons
 from polyhead.ops.decode.fused import CacheArguments, decode_runs_on
 from polyhead.ops.uneven_groups import uneven_attention, uneven_cached_attention
@@ -71,6 +72,10 @@ class CallOptions(NamedTuple):
         """True if the decode kernels support every option."""
         return self.backend in ("auto", "fused") and not (self.weights or self.dropout or self.seed is not None)
 
+    def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values to attend to: those of the cache, or k and v without one."""
+        return (k, v) if self.view is None else (self.view.key, self.view.value)
+
 
 def in_order(result: AttentionOutput, call: CallOptions) -> AttentionOutput:
     """Return `result` with the columns of its weights in the order of the tokens, which slots of a cache may not be."""
@@ -97,8 +102,8 @@ class BaseAttention(nn.Module):
     """Base class of attention layers over [batch, sequence, embed_dim].
 
     A `forward` checks the call and adds positions to the input with `_begin`, projects, rotates queries and keys with
-    `_rotate`, appends to the cache and completes the mask with `_call_options`, and attends with `_decode` or
-    `_attention`. An observer is notified with `_notify`.
+    `_rotate`, appends to the cache and completes the mask with `_call_options`, and attends with `_attend_heads`. An
+    observer is notified with `_notify`.
     """
 
     layout: Any  # head layout, stored in checkpoints
@@ -238,6 +243,8 @@ class BaseAttention(nn.Module):
 
     def _combined_mask(self, mask: Mask | None) -> Mask | None:
         """Return the conjunction of the layer's mask and that of a call."""
+        if mask is not None:
+            check_mask(mask)
         return mask if self.mask is None else self.mask if mask is None else self.mask & mask
 
     def _call_options(
@@ -286,6 +293,30 @@ class BaseAttention(nn.Module):
             head_gate,
         )
 
+    def _attend_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: CallOptions,
+        *,
+        scale: float | None,
+        sinks: Tensor | None,
+        key_heads: tuple[int, ...] | None = None,
+        by_head: Callable[[CacheArguments], CacheArguments] | None = None,
+    ) -> AttentionOutput:
+        """Attend to k and v, or to all tokens of the call's cache, with the decode kernels where they apply.
+
+        `by_head` maps the storage of a cache to the heads of q, where the cache stores them in another form.
+        """
+        result = self._decode(q, call, scale=scale, sinks=sinks, key_heads=key_heads, by_head=by_head)
+        if result is not None:
+            return result
+        if call.view is not None:
+            stored = CacheArguments(call.view.key, call.view.value)
+            k, v = (stored if by_head is None else by_head(stored))[:2]
+        return self._attention(q, k, v, call, scale=scale, sinks=sinks, key_heads=key_heads)
+
     def _decode(
         self,
         q: Tensor,
@@ -296,10 +327,7 @@ class BaseAttention(nn.Module):
         key_heads: tuple[int, ...] | None = None,
         by_head: Callable[[CacheArguments], CacheArguments] | None = None,
     ) -> AttentionOutput | None:
-        """Attend over the cache's storage with the decode kernels; None without a cache or where they do not apply.
-
-        `by_head` maps the storage to the heads of q, where the cache stores them in another form.
-        """
+        """Attend over the cache's storage with the decode kernels; None without a cache or where they do not apply."""
         view = call.view
         if view is None or not (decode_runs_on(q) and call.is_plain):
             return None

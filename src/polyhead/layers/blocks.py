@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError
 from polyhead.layers.base_attention import Memory
+from polyhead.layers.checks import check_one_of
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.steps import layer_forward
 from polyhead.masks import Mask
@@ -39,8 +40,7 @@ class FeedForward(nn.Module):
         self, embed_dim: int, hidden_dim: int | None = None, *, activation: str = "gelu", dropout: float = 0.0
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise OptionError(f"activation must be 'gelu', 'relu' or 'swiglu', got {activation!r}")
+        check_one_of("activation", activation, tuple(_ACTIVATIONS))
         gated = activation == "swiglu"
         hidden_dim = hidden_dim or (8 * embed_dim // 3 if gated else 4 * embed_dim)
         self.activation = activation
@@ -89,8 +89,7 @@ class Block(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
-        if norm not in _NORMS:
-            raise OptionError(f"norm must be 'layer' or 'rms', got {norm!r}")
+        check_one_of("norm", norm, tuple(_NORMS))
         self.norm_first = norm_first
         self.attention = MultiHeadAttention(embed_dim, num_heads, dropout=attention_dropout, **attention)
         self.attention_norm = _NORMS[norm](embed_dim)

@@ -95,25 +95,24 @@ class Registry(Generic[T]):
         if not isinstance(data, Mapping) or "kind" not in data:
             known = f"kind is one of {', '.join(self.names)}"
             raise OptionError(f"{self.noun} must be a dictionary with a kind, got {data!r}; {known}")
-        kind = data["kind"]
+        kind, values = data["kind"], {name: value for name, value in data.items() if name != "kind"}
         member = self._classes.get(kind) if isinstance(kind, str) else None
         if member is None:
             raise OptionError(f"the kind of {self.noun} must be one of {', '.join(self.names)}; got {kind!r}")
         fields = {field.name: field for field in dataclasses.fields(member)}
-        unknown = [name for name in data if name not in fields and name != "kind"]
+        unknown = [name for name in values if name not in fields]
         if unknown:
             raise OptionError(
                 f"{self.noun} of kind {kind!r} has no field {', '.join(map(str, unknown))}; "
                 f"its fields are {', '.join(fields)}"
             )
-        missing = [name for name, field in fields.items() if _is_required(field) and name not in data]
+        missing = [name for name, field in fields.items() if _is_required(field) and name not in values]
         if missing:
             raise OptionError(f"{self.noun} of kind {kind!r} needs {', '.join(missing)}, got {data!r}")
-        values = {}
-        for name, value in data.items():
-            registry = None if name == "kind" else fields[name].metadata.get("kinds")
-            if name != "kind":
-                values[name] = value if value is None or registry is None else registry.from_dict(value)
+        for name, value in values.items():
+            registry = fields[name].metadata.get("kinds")
+            if registry is not None and value is not None:
+                values[name] = registry.from_dict(value)
         return cast(T, member(**values))
 
 

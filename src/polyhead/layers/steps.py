@@ -126,8 +126,10 @@ def layer_mask(causal: bool, window: int | None) -> Mask | None:
     return Mask.window(window)
 
 
-def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Apply a norm in the dtype of its weight, which under autocast differs from that of the heads."""
+def apply_norm(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """Apply a norm, if there is one, in the dtype of its weight, which under autocast differs from that of heads."""
+    if norm is None:
+        return x
     weight: Tensor = norm.weight  # type: ignore[assignment]
     return norm(x.to(weight.dtype)).to(x.dtype)
 

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.errors import CacheError, DtypeError, OptionError, ShapeError
+from polyhead.geometry import checked_integer
 from polyhead.layers.base_attention import Memory
 from polyhead.layers.blocks import Block, DecoderBlock, EncoderBlock, FeedForward
+from polyhead.layers.checks import check_one_of
 from polyhead.layers.kv_cache import GrowingCache, KVCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import AddsToInput, Positions
 from polyhead.masks import Mask, Side
+from polyhead.ops.common.validation import is_autocast
 
 __all__ = ["DecoderBlock", "Encoder", "EncoderBlock", "FeedForward", "LanguageModel", "SequenceToSequence"]
 
@@ -56,8 +59,7 @@ class _Trunk(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ShapeError(f"num_layers must be at least 1, got {num_layers}")
+        checked_integer("num_layers", num_layers, at_least=1)
         shared = positions is None or isinstance(positions, Positions)
         modules = [positions if shared else cast(Callable[[], Positions], positions)() for _ in range(num_layers)]
         self.positions = modules[0] if isinstance(modules[0], AddsToInput) else None
@@ -274,8 +276,7 @@ class LanguageModel(_Trunk):
         """
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise OptionError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
-        if side not in ("left", "right"):
-            raise OptionError(f"side must be 'left' or 'right', got {side!r}")
+        check_one_of("side", side, ("left", "right"))
         _check_tokens(tokens)
         batch, width = tokens.shape
         prompt_lengths = [width] * batch if lengths is None else list(lengths)
@@ -320,7 +321,7 @@ class LanguageModel(_Trunk):
 def _projected_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of a projection's outputs, which is autocast's while that is enabled."""
     device = weight.device.type
-    if torch.is_autocast_enabled(device) and weight.dtype is not torch.float64:  # which autocast leaves as it is
+    if is_autocast(device) and weight.dtype is not torch.float64:  # which autocast leaves as it is
         return torch.get_autocast_dtype(device)
     return weight.dtype
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyhead import KVCache, Mask, MultiHeadAttention, attention
-from polyhead.errors import CacheError, OptionError
+from polyhead.errors import CacheError, MaskError, OptionError
 from polyhead.layers.kv_cache import GrowingCache, PagedCache, PreallocatedCache, QuantizedCache, RollingCache
 from polyhead.layers.positions import (
     ALiBi,
@@ -366,3 +366,12 @@ def test_an_empty_batch_and_an_empty_block_pass_through_a_cache() -> None:
         layer(x[:, :2], cache=cache)
         assert layer(x[:, :0], cache=cache).output.shape == (2, 0, EMBED)
         close(layer(x[:, 2:], cache=cache).output, layer(x).output[:, 2:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_of_another_type_is_refused_before_the_cache_takes_a_token(x: Tensor, causal: bool) -> None:
+    layer, cache = make(causal=causal), GrowingCache()
+    for mask in (torch.ones(3, 3, dtype=torch.bool), "causal"):
+        with torch.no_grad(), pytest.raises(MaskError, match=rf"must be a polyhead\.Mask, got {type(mask).__name__}"):
+            layer(x[:, :3], cache=cache, mask=mask)
+    assert cache.lengths == ()

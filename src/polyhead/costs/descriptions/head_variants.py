@@ -10,8 +10,8 @@ from polyhead.costs.recording.recorder import Heads, Recorder
 from polyhead.costs.recording.tape import Block
 from polyhead.costs.work import AttentionCore, Traffic
 from polyhead.layers.variants import GroupedHeadsConfig, HeadMixConfig
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
-from polyhead.layers.variants.differential.config import DifferentialConfig
+from polyhead.layers.variants.collaborative.layer import CollaborativeConfig
+from polyhead.layers.variants.differential.layer import DifferentialConfig
 from polyhead.layers.variants.mixing import FEW_ROWS
 from polyhead.layers.variants.talking import TalkingHeadsConfig
 

@@ -58,22 +58,14 @@ class DescribedMask(Tensor):
         device: torch.device,
         anchor: Tensor | None = None,
     ) -> DescribedMask:
-        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-
-    def __init__(
-        self,
-        description: Mask,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        anchor: Tensor | None = None,
-    ) -> None:
-        self.description = description
-        self.made = self.first_tokens = None
+        mask: DescribedMask = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        mask.description = description
+        mask.made = mask.first_tokens = None
         # torch.compile requires at least one inner tensor.
-        self.anchor = torch.empty(0, device=device) if anchor is None else anchor
+        mask.anchor = torch.empty(0, device=device) if anchor is None else anchor
         for name, part in zip(_part_names(description), description.tensors, strict=True):
-            setattr(self, name, part)
+            setattr(mask, name, part)
+        return mask
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -38,12 +38,9 @@ def register() -> str:
             "AttentionMaskInterface, "
             f"got: {error}; install it with: pip install 'polyhead[hf]'"
         ) from error
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
-    AttentionInterface.register(OBSERVED, attend)
-    AttentionMaskInterface.register(OBSERVED, make_mask_or_none)
-    AttentionInterface.register(OBSERVED_EAGER, attend)
-    AttentionMaskInterface.register(OBSERVED_EAGER, make_mask)
+    for name, mask_function in ((NAME, make_mask), (OBSERVED, make_mask_or_none), (OBSERVED_EAGER, make_mask)):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask_function)
     return NAME
 
 

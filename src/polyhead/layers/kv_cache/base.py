@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +14,15 @@ from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.geometry import HeadLayout
-from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, count, host_integers, integers, longest
+from polyhead.layers.kv_cache.tokens import (
+    TokenLayout,
+    all_equal,
+    checked_sizes,
+    count,
+    host_integers,
+    integers,
+    longest,
+)
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
@@ -101,7 +109,6 @@ class KVCache(ABC):
     Args:
         batch_size: number of sequences; that of the first block by default.
         num_kv_heads, head_dim, value_dim: sizes of a token; those of the first block by default.
-        sizes: sizes of a token, by name.
         dtype: dtype of keys and values; that of the first block by default.
         device: device of the storage; that of the first block by default.
 
@@ -119,8 +126,17 @@ class KVCache(ABC):
     window: int | None = None  # last tokens that are kept; None for all
     sinks: int = 0  # first tokens that are kept besides
 
-    def __init__(self, batch_size: int | None, sizes: Mapping[str, Any]) -> None:
-        self._sizes = sizes
+    def __init__(
+        self,
+        *,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._sizes = checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device)
         self._built_batch = None if batch_size is None else count("batch_size", batch_size)
         self._layout = self._initial_layout = self._built_layout()
         if self._layout is not None:
@@ -151,8 +167,7 @@ class KVCache(ABC):
         Returns:
             The cache, empty.
         """
-        build: Any = cls  # constructors differ between the classes
-        cache: Self = build(
+        return cls(
             batch_size=batch_size,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
@@ -161,7 +176,6 @@ class KVCache(ABC):
             device=device,
             **options,
         )
-        return cache
 
     # ---- contents
 
@@ -222,7 +236,6 @@ class KVCache(ABC):
         new_lengths = self._checked_lengths(lengths, key.shape[0], key.shape[2])
         if self._layout is not None:
             return self._append(key, value, new_lengths, layout)
-        layout.check(self._sizes)
         self._start(layout, key.shape[0])
         try:
             return self._append(key, value, new_lengths, layout)
@@ -445,13 +458,9 @@ class KVCache(ABC):
         batch_size = self._built_batch if self._layout is None else self.batch_size
         if batch_size is not None and key.shape[0] != batch_size:
             raise CacheError(f"this cache has a batch size of {batch_size}, got a block of batch {key.shape[0]}")
-        expected = self._layout
-        if expected is None or expected == layout:
-            return layout
-        for name in TokenLayout.__slots__:
-            if getattr(expected, name) != getattr(layout, name):
-                raise CacheError(f"this cache has {name} {getattr(expected, name)}, got {name} {getattr(layout, name)}")
-        raise AssertionError("unequal layouts differ in a field")
+        if self._layout != layout:
+            layout.check(self._sizes if self._layout is None else self._layout.sizes())
+        return layout
 
     @staticmethod
     def _checked_lengths(lengths: Sequence[int] | Tensor | None, batch: int, num_tokens: int) -> tuple[int, ...]:

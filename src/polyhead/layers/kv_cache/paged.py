@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import TokenLayout, checked_sizes, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, count, integers, longest, new_tokens, positive
 from polyhead.masks import Mask
 from polyhead.ops.decode.fused import CacheArguments
 
 Tables = list[list[int]]
+
+# Attributes of a cache that refer to its pool, which copies and pickles do not share.
+_POOL_ATTRIBUTES = ("_allocated", "_tables", "_on_host", "_on_device", "_finalizer")
 
 
 class PagePool:
@@ -126,6 +129,7 @@ class PagedCache(KVCache):
     Args:
         num_pages: pages of the pool.
         page_size: tokens per page.
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> prompt = PagedCache(num_pages=7, page_size=4)
     >>> view = prompt.append(torch.ones(1, 2, 6, 3), torch.ones(1, 2, 6, 3))
@@ -134,20 +138,9 @@ class PagedCache(KVCache):
     ((6, 6, 6), 5)
     """
 
-    def __init__(
-        self,
-        *,
-        num_pages: int,
-        page_size: int = 16,
-        batch_size: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, *, num_pages: int, page_size: int = 16, **sizes: Unpack[CacheSizes]) -> None:
         self._num_pages, self._page_size = count("num_pages", num_pages), positive("page_size", page_size)
-        super().__init__(batch_size, checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device))
+        super().__init__(**sizes)
         self._build(None if self._layout is None else PagePool(num_pages, page_size, self._layout))
 
     @classmethod
@@ -161,13 +154,13 @@ class PagedCache(KVCache):
         Returns:
             The cache.
         """
-        return cls._on_pool(pool, batch_size, pool.layout.sizes())
+        return cls._on_pool(pool, batch_size=batch_size, **pool.layout.sizes())
 
     @classmethod
-    def _on_pool(cls, pool: PagePool, batch_size: int | None, sizes: Mapping[str, Any]) -> Self:
+    def _on_pool(cls, pool: PagePool, **sizes: Unpack[CacheSizes]) -> Self:
         cache = cls.__new__(cls)
         cache._num_pages, cache._page_size = pool.num_pages, pool.page_size
-        KVCache.__init__(cache, batch_size, sizes)
+        KVCache.__init__(cache, **sizes)
         cache._build(pool)
         return cache
 
@@ -249,50 +242,34 @@ class PagedCache(KVCache):
     # A copy or a pickle gets its own pool with only this cache's pages: the pool's counts include other caches.
 
     def __getstate__(self) -> dict[str, Any]:
-        built = {
-            "num_pages": self._num_pages,
-            "page_size": self._page_size,
-            "batch_size": self._built_batch,
-            "sizes": self._sizes,
-            "layout": self._layout,
-        }
+        state = {name: value for name, value in self.__dict__.items() if name not in _POOL_ATTRIBUTES}
         if self._layout is None:
-            return built
+            return state
         pages = sorted({page for table in self._tables for page in table})
         place = {page: i for i, page in enumerate(pages)}
         where = integers(pages, self._layout.device)
-        return {
-            **built,
-            "keys": self.pool.keys.index_select(0, where),
-            "values": self.pool.values.index_select(0, where),
-            "tables": [[place[page] for page in table] for table in self._tables],
-            "lengths": self._lengths,
-            "width": self._max_length,
-            "holds_masked_keys": self.holds_masked_keys,
-        }
+        tables = [[place[page] for page in table] for table in self._tables]
+        pages_of_keys, pages_of_values = (x.index_select(0, where) for x in (self.pool.keys, self.pool.values))
+        return {**state, "contents": (pages_of_keys, pages_of_values, tables)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._num_pages, self._page_size = state["num_pages"], state["page_size"]
-        super().__init__(state["batch_size"], state["sizes"])
-        if state["layout"] is None:
+        contents = state.pop("contents", None)
+        self.__dict__.update(state)
+        if self._layout is None:
             self._build(None)
             return
-        self._layout = state["layout"]
-        pool = PagePool(self._num_pages, self._page_size, state["layout"])
-        used = state["keys"].shape[0]
-        pool.keys[:used] = state["keys"]
-        pool.values[:used] = state["values"]
+        keys, values, tables = contents
+        pool = PagePool(self._num_pages, self._page_size, self._layout)
+        pool.keys[: len(keys)] = keys
+        pool.values[: len(values)] = values
         self._build(pool)
-        uses = Counter(page for table in state["tables"] for page in table)
-        for expected in range(used):
+        uses = Counter(page for table in tables for page in table)
+        for expected in range(len(keys)):
             page = pool.take()
             assert page == expected  # a fresh pool allocates its pages in order
             pool.hold([page] * (uses[page] - 1))
-        self._tables[:] = state["tables"]
+        self._tables[:] = tables
         self._tables_changed()
-        self._lengths = state["lengths"]
-        self._max_length = state["width"]
-        self.holds_masked_keys = state["holds_masked_keys"]
 
     # ---- implementation of KVCache
 
@@ -331,14 +308,12 @@ class PagedCache(KVCache):
         return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
 
     def _write(self, key: Tensor, value: Tensor, new_lengths: tuple[int, ...]) -> None:
-        place = torch.arange(key.shape[2])
-        row, place = (place < torch.tensor(new_lengths, dtype=torch.int64)[:, None]).nonzero(as_tuple=True)
-        position = torch.tensor(self._lengths, dtype=torch.int64)[row] + place
+        row, in_block, position = new_tokens(self._lengths, new_lengths, key.shape[2])
         page = self._host_tables()[row, position // self.page_size].long()
         slot = page * self.page_size + position % self.page_size
-        row, place, slot = torch.stack([row, place, slot]).to(key.device, non_blocking=True)
+        row, in_block, slot = torch.stack([row, in_block, slot]).to(key.device, non_blocking=True)
         for pages, block in ((self.pool.keys, key), (self.pool.values, value)):
-            pages.flatten(0, 1).index_copy_(0, slot, block[row, :, place])  # [tokens, kv_heads, dim]
+            pages.flatten(0, 1).index_copy_(0, slot, block[row, :, in_block])  # [tokens, kv_heads, dim]
 
     def _stored(self) -> tuple[Tensor, ...]:
         return self.pool.keys, self.pool.values, self.block_tables
@@ -391,14 +366,14 @@ class PagedCache(KVCache):
         if self._on_host is None:
             max_pages = longest([len(table) for table in self._tables], otherwise=0)
             rows = [table + [0] * (max_pages - len(table)) for table in self._tables]
-            self._on_host = torch.tensor(rows, dtype=torch.int32).view(len(rows), max_pages)
+            self._on_host = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(rows), max_pages)
         return self._on_host
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def _share(self, tables: Tables, lengths: tuple[int, ...], width: int, built_batch: int | None) -> Self:
-        forked = type(self)._on_pool(self.pool, built_batch, self._sizes)
+        forked = type(self)._on_pool(self.pool, batch_size=built_batch, **self._sizes)
         forked._layout = self._layout  # also if a reset is to leave the layout to the next block
         forked._tables[:] = [list(table) for table in tables]
         forked._tables_changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -10,7 +11,16 @@ from torch import Tensor
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView
 from polyhead.layers.kv_cache.slots import SlotCache, TokenWriter
-from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, checked_sizes, count, integers, longest, positive
+from polyhead.layers.kv_cache.tokens import (
+    CacheSizes,
+    TokenLayout,
+    all_equal,
+    count,
+    integers,
+    longest,
+    new_tokens,
+    positive,
+)
 from polyhead.masks import Mask
 
 
@@ -31,6 +41,7 @@ class RollingCache(SlotCache):
         window: last tokens to keep.
         sinks: first tokens to keep.
         rollback: further tokens to keep, so that `crop` can drop that many.
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> cache = RollingCache(window=4)
     >>> for _ in range(9):
@@ -39,25 +50,12 @@ class RollingCache(SlotCache):
     ((9,), torch.Size([1, 2, 4, 3]))
     """
 
-    def __init__(
-        self,
-        *,
-        window: int,
-        sinks: int = 0,
-        rollback: int = 0,
-        batch_size: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, *, window: int, sinks: int = 0, rollback: int = 0, **sizes: Unpack[CacheSizes]) -> None:
         self.window: int = positive("window", window)
         self.sinks = count("sinks", sinks)
         self.rollback = count("rollback", rollback)
         self._ring = self.window + self.rollback
-        sizes = checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device)
-        super().__init__(batch_size, sizes, self.sinks + self._ring)
+        super().__init__(self.sinks + self._ring, **sizes)
         # Position of the first token after the sinks that is still stored; 0 while nothing was dropped. Not a function
         # of the length, because a crop does not restore dropped tokens.
         self._floors: tuple[int, ...] = (0,) * self.batch_size
@@ -170,10 +168,6 @@ class RollingCache(SlotCache):
 
     # ---- the ring
 
-    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
-        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
-            write(buffer, block)
-
     def _windowed(self, mask: Mask | None, num_tokens: int, all_real: bool) -> Mask | None:
         """Return `mask` & window; omits the window if the slots contain exactly that of a single query."""
         if num_tokens <= 1 and self.rollback == 0 and all_real:
@@ -187,15 +181,11 @@ class RollingCache(SlotCache):
         if num_tokens == 1 and starts and all_equal(starts) and all_equal(new_lengths):
             first_slot = starts[0] if starts[0] < self.sinks else self.sinks + (starts[0] - self.sinks) % self._ring
             return TokenWriter(first_slot, new_lengths[0], None)
-        place = torch.arange(num_tokens)
-        new = torch.tensor(new_lengths, dtype=torch.int64)[:, None]
-        start = torch.tensor(starts, dtype=torch.int64)[:, None]
-        position = start + place
+        row, in_block, position = new_tokens(starts, new_lengths, num_tokens)
         sink = position < self.sinks
-        retained = (place < new) & (sink | (position >= start + new - self._ring))
+        retained = sink | (position >= (integers(starts, "cpu") + integers(new_lengths, "cpu"))[row] - self._ring)
         slot = torch.where(sink, position, self.sinks + (position - self.sinks) % self._ring)
-        row, chosen = retained.nonzero(as_tuple=True)
-        index = torch.stack([row, slot[row, chosen], chosen])
+        index = torch.stack([row, slot, in_block])[:, retained]
         return TokenWriter(0, 0, index.to(device, non_blocking=True))
 
     def _positions(self, starts: Sequence[int], start: int, new_lengths: Sequence[int], num_tokens: int) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from polyhead.errors import CacheError
 from polyhead.layers.kv_cache.base import CacheView, KVCache
-from polyhead.layers.kv_cache.tokens import TokenLayout, all_equal, checked_sizes, count, longest
+from polyhead.layers.kv_cache.tokens import CacheSizes, TokenLayout, all_equal, count, longest, new_tokens
 
 
 class SlotCache(KVCache):
@@ -21,8 +21,8 @@ class SlotCache(KVCache):
     `KVCache`) and what happens when the capacity is exceeded (`_reserve`).
     """
 
-    def __init__(self, batch_size: int | None, sizes: Mapping[str, Any], capacity: int) -> None:
-        super().__init__(batch_size, sizes)
+    def __init__(self, capacity: int, **sizes: Unpack[CacheSizes]) -> None:
+        super().__init__(**sizes)
         self._capacity = capacity
         self._buffers: tuple[Tensor, ...] = ()
         if self._layout is not None:
@@ -84,14 +84,17 @@ class SlotCache(KVCache):
         ends = [old + new for old, new in zip(starts, new_lengths, strict=True)]
         self._reserve(longest(ends, otherwise=self._max_length + num_tokens))
         write = TokenWriter.build(starts, new_lengths, self._max_length, num_tokens, layout.device)
-        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
-            write(buffer, block)
+        self._write(write, key, value)
         self._advance(new_lengths, num_tokens)
         return self._view(self._stored(), self._lengths_mask(new_lengths, num_tokens), new_lengths)
 
     def _stored(self) -> tuple[Tensor, ...]:
         self._require_layout()
         return tuple(buffer.narrow(2, 0, self._max_length) for buffer in self._buffers)
+
+    def _write(self, write: TokenWriter, key: Tensor, value: Tensor) -> None:
+        for buffer, block in zip(self._buffers, self._encode(key, value), strict=True):
+            write(buffer, block)
 
     def _reorder(self, rows: Sequence[int] | None, where: Tensor) -> None:
         layout = self._require_layout()
@@ -135,10 +138,8 @@ class TokenWriter(NamedTuple):
         if all_equal(starts):
             # Padding written after a shorter row is masked until it is overwritten.
             return cls(longest_start, longest(new_lengths, otherwise=num_tokens), None)
-        is_token = torch.arange(num_tokens) < torch.tensor(new_lengths)[:, None]
-        row, in_block = is_token.nonzero(as_tuple=True)
-        index = torch.stack([row, torch.tensor(starts)[row] + in_block, in_block])
-        return cls(0, 0, index.to(device, non_blocking=True))
+        row, in_block, position = new_tokens(starts, new_lengths, num_tokens)
+        return cls(0, 0, torch.stack([row, position, in_block]).to(device, non_blocking=True))
 
     def __call__(self, buffer: Tensor, block: Tensor) -> None:
         if self.places is None:
@@ -156,6 +157,7 @@ class PreallocatedCache(SlotCache):
 
     Args:
         capacity: tokens per sequence.
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
 
     >>> cache = PreallocatedCache(capacity=5)
     >>> key = value = torch.ones(1, 2, 4, 3)
@@ -167,19 +169,8 @@ class PreallocatedCache(SlotCache):
 larger capacity, crop it, or use a growing or rolling cache
     """
 
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        batch_size: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        sizes = checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device)
-        super().__init__(batch_size, sizes, count("capacity", capacity))
+    def __init__(self, *, capacity: int, **sizes: Unpack[CacheSizes]) -> None:
+        super().__init__(count("capacity", capacity), **sizes)
 
 
 class GrowingCache(SlotCache):
@@ -188,6 +179,9 @@ class GrowingCache(SlotCache):
     Growing costs less than two copies per token in total, for any sequence length. `reset` frees the memory, and
     the next block determines the layout again. Arguments of the constructor are checked against the first block.
 
+    Args:
+        sizes: batch_size, num_kv_heads, head_dim, value_dim, dtype and device, as of `KVCache`.
+
     >>> cache = GrowingCache()
     >>> for _ in range(3):
     ...     view = cache.append(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8))
@@ -195,17 +189,8 @@ class GrowingCache(SlotCache):
     (torch.Size([1, 2, 12, 8]), (12,))
     """
 
-    def __init__(
-        self,
-        *,
-        batch_size: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(batch_size, checked_sizes(num_kv_heads, head_dim, value_dim, dtype, device), 0)
+    def __init__(self, **sizes: Unpack[CacheSizes]) -> None:
+        super().__init__(0, **sizes)
 
     def reset(self) -> None:
         super().reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from polyhead.geometry import checked_integer
 
 count = partial(checked_integer, error=CacheError)
 positive = partial(checked_integer, at_least=1, error=CacheError)
+
+
+class CacheSizes(TypedDict, total=False):
+    """Options that every cache has; those of the first block by default."""
+
+    batch_size: int | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    value_dim: int | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,13 @@ def checked_sizes(
 def integers(values: Sequence[int], device: torch.device | str | None) -> Tensor:
     """Return Python integers as an int64 tensor on a device, without synchronisation."""
     return torch.tensor(values, dtype=torch.int64).to(device or "cpu", non_blocking=True)
+
+
+def new_tokens(starts: Sequence[int], new_lengths: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sequence, the index in its block and the position of each non-padding token of a block, on the CPU."""
+    is_token = torch.arange(num_tokens, device="cpu") < integers(new_lengths, "cpu")[:, None]
+    row, in_block = is_token.nonzero(as_tuple=True)
+    return row, in_block, integers(starts, "cpu")[row] + in_block
 
 
 def host_integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:

@@ -116,12 +116,9 @@ def absorbing_is_cheaper(layout: LatentLayout, queries: int, keys: int | None) -
 
     Self-attention is a separate case, so that a traced graph has no guard on a symbolic sequence length.
     """
-    head_channels = layout.qk_nope_head_dim + layout.value_head_dim
-    # Additional channels of a query-key pair in the latent space.
-    extra_channels = 2 * layout.kv_lora_rank - head_channels
     if keys is None:
-        return extra_channels < 0
-    return (keys - queries) * layout.kv_lora_rank * head_channels > queries * keys * extra_channels
+        queries = keys = 1  # any equal lengths, whose projections from and into the latents cost the same
+    return form_products(layout, "absorbed", queries, keys) < form_products(layout, "expanded", queries, keys)
 
 
 @torch.no_grad()

@@ -244,9 +244,7 @@ class LatentAttention(BaseAttention):
             result = self._absorbed(q_nope, q_rope, latents, call)
         else:
             result = self._expanded(q_nope, q_rope, latents if view is None else view.key, call)
-        heads = result.output
-        if head_gate is not None or self.head_gate is not None:
-            heads = self._gated(heads, head_gate)
+        heads = self._gated(result.output, head_gate)
         return replace(result, output=self.out_proj(heads.transpose(1, 2).flatten(2)))
 
     def remember(self, key: Tensor) -> Memory:
@@ -324,7 +322,7 @@ class LatentAttention(BaseAttention):
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:
-            assert self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None
+            assert self.q_a_proj is not None and self.q_b_proj is not None
             q = self.q_b_proj(apply_norm(self.q_a_norm, self.q_a_proj(x)))
         layout = self.layout
         q_nope, q_rope = split_heads(q, layout.num_heads).split((layout.qk_nope_head_dim, layout.qk_rope_head_dim), -1)

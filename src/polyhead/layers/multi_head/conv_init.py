@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from polyhead.errors import DeviceError, OptionError, ShapeError
 from polyhead.layers import checks
 from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D
 
+if TYPE_CHECKING:
+    from polyhead.layers.multi_head.layer import MultiHeadAttention
+
 Convolution = nn.Conv1d | nn.Conv2d
 Outside = Literal["nearest", "sink"]
 Layer = Any  # a ProjectedHeads, which imports this module
@@ -20,8 +23,24 @@ SHARPNESS = 32.0  # logit gap between a head's key and its neighbours, whose wei
 
 
 @torch.no_grad()
-def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside: Outside | None) -> None:
-    """Write a convolution into a layer's weights in place; a layer that does not fit is left unchanged."""
+def set_convolution(
+    layer: MultiHeadAttention, conv: Convolution, *, sharpness: float = SHARPNESS, outside: Outside | None = None
+) -> MultiHeadAttention:
+    """Write a convolution into a layer with quadratic relative positions, in place.
+
+    The layer needs one head per tap, and no mask, gate or combine module. A layer with learned sinks has
+    outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding
+    mode. A layer that does not fit is left unchanged.
+
+    Args:
+        layer: the layer to write into.
+        conv: the convolution, of PyTorch.
+        sharpness: factor of the squared distance; the larger, the nearer to one tap.
+        outside: what a tap reads beyond the border: "nearest" or "sink" (zero).
+
+    Returns:
+        `layer`.
+    """
     _check_layer(layer)
     shifts = shifts_of(conv)
     _check_fit(layer, conv, shifts, outside_of(conv, outside))
@@ -45,6 +64,7 @@ def write_conv_kernel(layer: Layer, conv: Convolution, sharpness: float, outside
         layer.out_proj.bias[: conv.out_channels] = conv.bias
     if layer.sinks is not None:
         layer.sinks.fill_(-sharpness / 2)
+    return layer
 
 
 def init_conv_heads(layer: Layer) -> None:
@@ -73,7 +93,7 @@ def init_conv_heads(layer: Layer) -> None:
         conv = nn.Conv2d(width, width, side, **options)
     else:
         conv = nn.Conv1d(width, width, heads, **options)
-    write_conv_kernel(layer, conv, SHARPNESS, None)
+    set_convolution(layer, conv)
     nn.init.xavier_uniform_(layer.k_proj.weight)
 
 
@@ -178,6 +198,5 @@ def outside_of(conv: Convolution, outside: Outside | None) -> Outside:
         checks.check_one_of("outside", outside, ("nearest", "sink"))
         return outside
     modes: dict[str, Outside] = {"replicate": "nearest", "zeros": "sink"}
-    if conv.padding_mode not in modes:
-        raise OptionError(f"padding_mode must be 'replicate' or 'zeros', got {conv.padding_mode!r}")
+    checks.check_one_of("padding_mode", conv.padding_mode, tuple(modes))
     return modes[conv.padding_mode]

@@ -226,9 +226,8 @@ class ProjectedHeads(BaseAttention):
                 k, v = key.key, key.value
             else:
                 k, v = self._project_source(key, value)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = apply_norm(self.q_norm, q)
-            k = k if isinstance(key, Memory) else apply_norm(self.k_norm, k)
+        q = apply_norm(self.q_norm, q)
+        k = k if isinstance(key, Memory) else apply_norm(self.k_norm, k)
         q, k = self._rotate(q, k, start, cache, key)
         call = self._call_options(
             q,
@@ -250,9 +249,7 @@ class ProjectedHeads(BaseAttention):
         if self.gate_proj is not None:
             by_head = (self.layout.num_heads, -1)
             heads = heads * torch.sigmoid(self.gate_proj(query)).unflatten(-1, by_head).transpose(1, 2)
-        if head_gate is not None or self.head_gate is not None:
-            heads = self._gated(heads, head_gate)
-        heads = heads.transpose(1, 2)  # [batch, queries, heads, value_dim]
+        heads = self._gated(heads, head_gate).transpose(1, 2)  # [batch, queries, heads, value_dim]
         return replace(result, output=self.out_proj(heads.flatten(2) if self.combine is None else self.combine(heads)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
@@ -261,15 +258,12 @@ class ProjectedHeads(BaseAttention):
         k and v are those of the new tokens; a view of a cache already contains them.
         """
         key_heads = self.layout.key_heads
-        options: dict[str, Any] = {"scale": self.scale, "sinks": self.sinks, "key_heads": key_heads}
-        result = self._decode(q, call, **options)
-        if call.view is not None and (result is None or self._listener is not None):
-            k, v = call.view.key, call.view.value
-        if result is None:
-            result = self._attention(q, k, v, call, **options)
-        if self._listener is not None and key_heads is not None:  # observers assume even groups
-            k, v = (select_heads(x, key_heads) for x in (k, v))
-        self._notify(q, k, v, result, call.mask, self.scale)
+        result = self._attend_heads(q, k, v, call, scale=self.scale, sinks=self.sinks, key_heads=key_heads)
+        if self._listener is not None:
+            k, v = call.keys_and_values(k, v)
+            if key_heads is not None:  # observers assume even groups
+                k, v = (select_heads(x, key_heads) for x in (k, v))
+            self._notify(q, k, v, result, call.mask, self.scale)
         return result
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> Memory:
@@ -285,8 +279,7 @@ class ProjectedHeads(BaseAttention):
         k, v = self._project_source(key, value)
         # Views of the joint projection keep all of it in memory.
         is_view = self.k_norm is None and not isinstance(self.positions, RotatesHeads)
-        k = k if self.k_norm is None else apply_norm(self.k_norm, k)
-        return self._memory(self._apply_rotary(k), v if is_view else v.clone())
+        return self._memory(self._apply_rotary(apply_norm(self.k_norm, k)), v if is_view else v.clone())
 
     def _project_self(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout

@@ -16,7 +16,7 @@ from polyhead.layers.positions.position_encoding import (
     check_positions,
     check_positive,
 )
-from polyhead.layers.positions.row_tables import Recipe, materialise_rows, powers, row_table, rows_of, sine_and_cosine
+from polyhead.layers.positions.row_tables import Recipe, materialise_rows, powers, row_table, sine_and_cosine
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Sinusoidal(AddsToInput):
         else:
             check_offset(positions)
             if type(x) is Tensor or torch.compiler.is_compiling():
-                (encoding,) = rows_of(self._table, positions, count, device, dtype)
+                (encoding,) = self._table.rows(positions, count, device, dtype)
             else:
                 (encoding,) = self._table.recipe.build(torch.arange(positions, positions + count, device=device), dtype)
         return (x + encoding).to(x.dtype)

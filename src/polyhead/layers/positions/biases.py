@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from polyhead.errors import OptionError
 from polyhead.layers.positions.position_encoding import BiasesLogits, check_count
-from polyhead.layers.positions.row_tables import Recipe, row_table, rows_of
+from polyhead.layers.positions.row_tables import Recipe, row_table
 from polyhead.masks import Mask
 
 
@@ -90,7 +90,7 @@ class ALiBi(BiasesByDistance):
         super().__init__()
         check_count("num_heads", num_heads)
         self.num_heads = num_heads
-        self._rows = row_table(_LinearBias(num_heads))
+        self._row_table = row_table(_LinearBias(num_heads))
         self.register_parameter("weight", nn.Parameter(torch.empty(num_heads)) if learnable else None)
         self.reset_parameters()
 
@@ -114,7 +114,7 @@ class ALiBi(BiasesByDistance):
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         count = before + 1 + after
         if self.weight is None:
-            return rows_of(self._rows, -before, count, device, dtype)[0].t()
+            return self._row_table.rows(-before, count, device, dtype)[0].t()
         distance = torch.arange(-before, after + 1, device=device).abs()
         return self.weight.to(device, dtype).unsqueeze(1) * -distance
 
@@ -174,7 +174,7 @@ class T5Bias(BiasesByDistance):
         self.num_buckets = num_buckets
         self.max_distance = max_distance
         self.bidirectional = bidirectional
-        self._rows = row_table(_T5Buckets(num_buckets, max_distance, bidirectional))
+        self._row_table = row_table(_T5Buckets(num_buckets, max_distance, bidirectional))
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         self.reset_parameters()
 
@@ -186,7 +186,7 @@ class T5Bias(BiasesByDistance):
         return min(before, self.max_distance), min(after, self.max_distance)
 
     def table(self, before: int, after: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        (buckets,) = rows_of(self._rows, -before, before + 1 + after, device, torch.int64)
+        (buckets,) = self._row_table.rows(-before, before + 1 + after, device, torch.int64)
         return functional.embedding(buckets, self.weight.to(device, dtype)).t()
 
     def extra_repr(self) -> str:

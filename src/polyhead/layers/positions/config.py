@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -23,7 +22,7 @@ from polyhead.layers.positions.rotary_scaling import (
     RotaryScaling,
     YarnScaling,
 )
-from polyhead.layers.registry import Member, Registry, check_flags
+from polyhead.layers.registry import Registry, check_flags
 
 SCALINGS: Registry[RotaryScaling] = Registry("a rotary scaling")
 SCALINGS.register("linear")(LinearScaling)
@@ -37,10 +36,10 @@ SCALINGS.register("llama3")(Llama3Scaling)
 class PositionsConfig:
     """Base class of position configs, whose fields are the options of the module that they describe.
 
-    Register a new kind as a dataclass with `@describes`.
+    Register a new kind as a dataclass with `@POSITIONS.register`.
     """
 
-    module: ClassVar[type[Positions]]  # set by `describes`
+    module: ClassVar[type[Positions]]  # set by `POSITIONS.register`
 
     def build(self, layout: HeadLayout) -> Positions:
         """Build the module for a head layout."""
@@ -71,11 +70,6 @@ class PositionsConfig:
 POSITIONS: Registry[PositionsConfig] = Registry("a description of positions", attribute="module")
 
 
-def describes(module: type[Positions], kind: str) -> Callable[[Member], Member]:
-    """Register a dataclass as the config of `module`, with `kind` as its name in JSON."""
-    return POSITIONS.register(kind, module)
-
-
 def positions_config_of(module: Positions) -> PositionsConfig:
     """Return the config of a position module.
 
@@ -85,7 +79,7 @@ def positions_config_of(module: Positions) -> PositionsConfig:
     return POSITIONS.describe(module)
 
 
-@describes(Rotary, "rotary")
+@POSITIONS.register("rotary", Rotary)
 @dataclass(frozen=True)
 class RotaryConfig(PositionsConfig):
     """Config of `Rotary`; `rotary_dim` is head_dim by default."""
@@ -97,7 +91,7 @@ class RotaryConfig(PositionsConfig):
     scaling: RotaryScaling | None = field(default=None, metadata={"kinds": SCALINGS})
 
 
-@describes(ALiBi, "alibi")
+@POSITIONS.register("alibi", ALiBi)
 @dataclass(frozen=True)
 class ALiBiConfig(PositionsConfig):
     """Config of `ALiBi`, with fixed or learned slopes."""
@@ -105,7 +99,7 @@ class ALiBiConfig(PositionsConfig):
     learnable: bool = False
 
 
-@describes(T5Bias, "t5")
+@POSITIONS.register("t5", T5Bias)
 @dataclass(frozen=True)
 class T5BiasConfig(PositionsConfig):
     """Config of `T5Bias`; each layer built from it has its own table."""
@@ -116,7 +110,7 @@ class T5BiasConfig(PositionsConfig):
     bidirectional: bool = True
 
 
-@describes(Sinusoidal, "sinusoidal")
+@POSITIONS.register("sinusoidal", Sinusoidal)
 @dataclass(frozen=True)
 class SinusoidalConfig(PositionsConfig):
     """Config of `Sinusoidal`."""
@@ -124,7 +118,7 @@ class SinusoidalConfig(PositionsConfig):
     base: float = 10000.0
 
 
-@describes(Learned, "learned")
+@POSITIONS.register("learned", Learned)
 @dataclass(frozen=True)
 class LearnedConfig(PositionsConfig):
     """Config of `Learned`, with `max_length` positions."""
@@ -132,7 +126,7 @@ class LearnedConfig(PositionsConfig):
     max_length: int
 
 
-@describes(QuadraticRelative1D, "quadratic_1d")
+@POSITIONS.register("quadratic_1d", QuadraticRelative1D)
 @dataclass(frozen=True)
 class QuadraticRelative1DConfig(PositionsConfig):
     """Config of `QuadraticRelative1D`; `alpha` and `center_std` are initial values, not learned ones."""
@@ -147,7 +141,7 @@ class QuadraticRelative1DConfig(PositionsConfig):
         return cls(alpha=alpha, center_std=center_std)
 
 
-@describes(QuadraticRelative2D, "quadratic_2d")
+@POSITIONS.register("quadratic_2d", QuadraticRelative2D)
 @dataclass(frozen=True)
 class QuadraticRelative2DConfig(PositionsConfig):
     """Config of `QuadraticRelative2D`; `alpha` and `center_std` are initial values, not learned ones."""

@@ -18,7 +18,7 @@ from polyhead.layers.positions.position_encoding import (
     check_positive,
 )
 from polyhead.layers.positions.rotary_scaling import DynamicNTKScaling, RotaryScaling, inverse_frequencies
-from polyhead.layers.positions.row_tables import Recipe, materialise_rows, row_table, rows_of, sine_and_cosine
+from polyhead.layers.positions.row_tables import Recipe, materialise_rows, row_table, sine_and_cosine
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Rotary(RotatesHeads):
         if length_dependent or (type(x) is not Tensor and not torch.compiler.is_compiling()):
             tokens = torch.arange(positions, stop, device=device)
             return Rotation(*materialise_rows(recipe.build(tokens, dtype, stop if length is None else length)))
-        return Rotation(*rows_of(self._table, positions, count, device, dtype))
+        return Rotation(*self._table.rows(positions, count, device, dtype))
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Apply a rotation to x [batch, heads, sequence, head_dim], with any number of heads."""

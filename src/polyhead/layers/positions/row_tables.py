@@ -42,7 +42,12 @@ class RowTable:
         self._recent: tuple[object, tuple[Tensor, ...], list[int]] = (None, (), [])
 
     def rows(self, start: int, count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return rows start .. start + count - 1 of each table, [count, width]; the last result is cached as well."""
+        """Return rows start .. start + count - 1 of each table, [count, width]; the last result is cached as well.
+
+        A compiled or exported graph computes them, for any length.
+        """
+        if torch.compiler.is_compiling():
+            return materialise_rows(self.recipe.build(torch.arange(start, start + count, device=device), dtype))
         key = (start, count, device, dtype)
         recent = self._recent
         # A table cached under a dispatch mode (e.g. fake tensors) would be invalid outside it, and vice versa.
@@ -86,13 +91,6 @@ def row_table(recipe: Recipe) -> RowTable:
     if table is None:
         table = _tables[recipe] = RowTable(recipe)
     return table
-
-
-def rows_of(table: RowTable, start: int, count: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return `table.rows` in eager mode; in a compiled or exported graph compute them, for any length."""
-    if torch.compiler.is_compiling():
-        return materialise_rows(table.recipe.build(torch.arange(start, start + count, device=device), dtype))
-    return table.rows(start, count, device, dtype)
 
 
 def materialise_rows(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyhead.masks import Mask
 from polyhead.ops.common.nonfinite import without_nonfinite
+from polyhead.ops.common.validation import is_autocast
 
 
 def with_weights(
@@ -117,7 +118,7 @@ def is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
         return False
     if mask.dtype is torch.bool or mask.dtype is dtype:
         return True
-    return mask.is_floating_point() and is_autocast(mask.device)
+    return mask.is_floating_point() and is_autocast(mask.device.type)
 
 
 # ---- predicates
@@ -129,11 +130,6 @@ def is_overridden(*tensors: Tensor) -> bool:
         return False
     plain = torch._C._disabled_torch_function_impl
     return any(type(x) is not Tensor and type(x).__torch_function__ is not plain for x in tensors)
-
-
-def is_autocast(device: torch.device) -> bool:
-    """Return True if autocast is enabled for the device; PyTorch's query raises for the meta device."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def is_traced() -> bool:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.layers.torch_compat.forward_steps import (
-    is_autocast,
     is_finite,
     is_mask,
     is_overridden,
@@ -28,6 +27,7 @@ from polyhead.layers.torch_compat.forward_steps import (
 )
 from polyhead.ops.attention import attention
 from polyhead.ops.attention.scaled_dot_product import scaled_dot_product, without_cudnn
+from polyhead.ops.common.validation import is_autocast
 
 # PyTorch's inference operator has less overhead for short sequences; beyond this a kernel without weights is faster.
 _SHORT = 64
@@ -252,7 +252,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         ):
             return False
         dtype, device, bias = query.dtype, query.device, self.in_proj_bias
-        if not is_autocast(device) and (
+        if not is_autocast(device.type) and (
             not (key.dtype is dtype and value.dtype is dtype and weight.dtype is dtype)
             or dtype not in _ATTENTION_DTYPES
             or (bias is not None and bias.dtype is not dtype)

@@ -1,12 +1,13 @@
 """Attention variants beyond multi-head, grouped-query and latent attention, one folder each."""
 
+from polyhead.layers.multi_head.conv_init import set_convolution
 from polyhead.layers.variants.collaborative import (
     CollaborativeAttention,
     CollaborativeConfig,
     SharedFactors,
     shared_factors,
 )
-from polyhead.layers.variants.convolutional import convolutional_heads, set_convolution
+from polyhead.layers.variants.convolutional import convolutional_heads
 from polyhead.layers.variants.differential import DifferentialAttention, DifferentialConfig
 from polyhead.layers.variants.grouped import GroupedHeads, GroupedHeadsConfig
 from polyhead.layers.variants.mixing import HeadMix, HeadMixConfig

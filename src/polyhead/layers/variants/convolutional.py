@@ -20,8 +20,8 @@ from polyhead.layers.multi_head.conv_init import (
     Convolution,
     Outside,
     outside_of,
+    set_convolution,
     shifts_of,
-    write_conv_kernel,
 )
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.positions import QuadraticRelative1D, QuadraticRelative2D
@@ -96,28 +96,6 @@ def convolutional_heads(
     set_convolution(layer, conv, sharpness=sharpness, outside=outside)
     if layer.layout.value_dim >= width and len(set(conv.kernel_size)) == 1:
         layer.init = "conv"
-    return layer
-
-
-def set_convolution(
-    layer: MultiHeadAttention, conv: Convolution, *, sharpness: float = SHARPNESS, outside: Outside | None = None
-) -> MultiHeadAttention:
-    """Write a convolution into a layer with quadratic relative positions, in place.
-
-    The layer needs one head per tap, and no mask, gate or combine module. A layer with learned sinks has
-    outside="sink", one without outside="nearest"; pass `outside` where that differs from the convolution's padding
-    mode. A layer that does not fit is left unchanged.
-
-    Args:
-        layer: the layer to write into.
-        conv: the convolution, of PyTorch.
-        sharpness: factor of the squared distance; the larger, the nearer to one tap.
-        outside: what a tap reads beyond the border: "nearest" or "sink" (zero).
-
-    Returns:
-        `layer`.
-    """
-    write_conv_kernel(layer, conv, sharpness, outside)
     return layer
 
 

@@ -100,8 +100,7 @@ class TalkingHeads(SeparateHeads):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         if call.seed is not None:
             raise OptionError(f"a seed is for dropout, which talking heads do not support; got {call.seed!r}")
-        if call.view is not None:
-            k, v = call.view.key, call.view.value
+        k, v = call.keys_and_values(k, v)
         options: dict[str, Any] = {
             "logits_mix": self.logits_mix,
             "weights_mix": self.weights_mix,

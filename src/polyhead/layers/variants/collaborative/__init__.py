@@ -7,8 +7,7 @@ models of equal parameters (11M) end 0.005 bits per byte above multi-head attent
 of seeds. Figures from docs/variants.md.
 """
 
-from polyhead.layers.variants.collaborative.config import CollaborativeConfig
 from polyhead.layers.variants.collaborative.factors import SharedFactors, shared_factors
-from polyhead.layers.variants.collaborative.layer import CollaborativeAttention
+from polyhead.layers.variants.collaborative.layer import CollaborativeAttention, CollaborativeConfig
 
 __all__ = ["CollaborativeAttention", "CollaborativeConfig", "SharedFactors", "shared_factors"]

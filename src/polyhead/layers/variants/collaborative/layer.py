@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,9 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadLayout
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.config import register_config
 from polyhead.layers.joint_projection import is_plain_linear
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.layer import MultiHeadAttention
 from polyhead.layers.multi_head.projected import ProjectedHeads
 from polyhead.layers.positions import RotatesHeads
@@ -122,13 +124,11 @@ class CollaborativeAttention(ProjectedHeads):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
         scale = self.layout.head_dim**-0.5 if self.scale is None else self.scale
-        result = self._decode(q, call, scale=scale, sinks=self.sinks, by_head=self._expand_storage)
-        if call.view is not None and (result is None or self._listener is not None):
-            k, v = call.view.key, call.view.value
-        k, v = self._expand_heads(k, 1), self._split_values(v, 1)
-        if result is None:
-            result = self._attention(q, k, v, call, scale=scale, sinks=self.sinks)
-        self._notify(q, k, v, result, call.mask, scale)
+        heads = self._expand_heads(k, 1), self._split_values(v, 1)
+        result = self._attend_heads(q, *heads, call, scale=scale, sinks=self.sinks, by_head=self._expand_storage)
+        if self._listener is not None:
+            k, v = call.keys_and_values(k, v)
+            self._notify(q, self._expand_heads(k, 1), self._split_values(v, 1), result, call.mask, scale)
         return result
 
     def _expand_storage(self, cache: CacheArguments) -> CacheArguments:
@@ -250,3 +250,30 @@ def check_collaborative(layout: HeadLayout, shared_dim: int | None, qk_norm: str
         )
     if qk_norm is not None:
         raise OptionError(f"collaborative heads do not support qk_norm, which would undo the mixing, got {qk_norm!r}")
+
+
+@register_config("collaborative", CollaborativeAttention)
+@dataclass(frozen=True)
+class CollaborativeConfig(HeadsConfig):
+    """Config of `CollaborativeAttention`.
+
+    Args:
+        shared_dim: as in `CollaborativeAttention`.
+
+    >>> CollaborativeConfig(512, 8).shared_dim
+    512
+    """
+
+    _: KW_ONLY
+    shared_dim: int | None = None
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
+        check_collaborative(self.layout, self.shared_dim, self.qk_norm)
+        self._fill(shared_dim=self.shared_dim or self.layout.num_heads * self.layout.head_dim)
+
+    @property
+    def position_layout(self) -> HeadLayout:
+        """Head layout that the position module applies to: queries and keys of a head have all shared channels."""
+        assert self.shared_dim is not None
+        return replace(self.layout, head_dim=self.shared_dim)

@@ -6,7 +6,6 @@ tokens of width 2,048, bfloat16, H200) the forward takes 1.03 instead of 0.67 ms
 over equal compute, beyond the noise of seeds. Figures from docs/variants.md.
 """
 
-from polyhead.layers.variants.differential.config import DifferentialConfig
-from polyhead.layers.variants.differential.layer import DifferentialAttention
+from polyhead.layers.variants.differential.layer import DifferentialAttention, DifferentialConfig
 
 __all__ = ["DifferentialAttention", "DifferentialConfig"]

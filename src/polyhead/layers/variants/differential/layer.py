@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.geometry import HeadLayout, checked_integer
 from polyhead.layers import checks
 from polyhead.layers.base_attention import CallOptions
+from polyhead.layers.config import register_config
+from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.multi_head.separate_heads import SeparateHeads
 from polyhead.layers.positions.position_encoding import Rotation
 from polyhead.layers.variants.differential.weights import combined_weights
@@ -144,8 +146,8 @@ class DifferentialAttention(SeparateHeads):
             call = call._replace(seed=draw_seed(q.device))
         maps = self._maps(q, k, v, call)
         if self._listener is not None:
-            result, view = _concat_maps(maps, torch.cat([x.output for x in maps], 1)), call.view
-            self._notify_maps(q, *((k, v) if view is None else (view.key, view.value)), result, call.mask)
+            result = _concat_maps(maps, torch.cat([x.output for x in maps], 1))
+            self._notify_maps(q, *call.keys_and_values(k, v), result, call.mask)
         first, second = self._gated_maps([x.output for x in maps], call.head_gate)
         heads = torch.addcmul(first, second, -self.lambda_full.to(first.dtype))
         # In the kernels' token-major layout: with any other the norm and Concat would copy.
@@ -157,18 +159,12 @@ class DifferentialAttention(SeparateHeads):
 
         Two calls, because the values cannot be expanded over both maps of a KV head by a view.
         """
-        view = call.view
         sinks = (None, None) if self.sinks is None else self.sinks.chunk(2)
         results = []
         # Chunks, whose gradients are concatenated once; those of slices are padded and added.
         for number, (query, key, map_sinks) in enumerate(zip(q.chunk(2, -1), k.chunk(2, -1), sinks, strict=True)):
             options: dict[str, Any] = {"scale": self.scale, "sinks": map_sinks, "key_heads": self.layout.key_heads}
-            result = self._decode(query, call, **options, by_head=partial(_half_of_keys, number))
-            if result is None:
-                if view is not None:  # materialises keys and values of a paged or quantised cache
-                    key, v = view.key.chunk(2, -1)[number], view.value
-                result = self._attention(query, key, v, call, **options)
-            results.append(result)
+            results.append(self._attend_heads(query, key, v, call, **options, by_head=partial(_half_of_keys, number)))
         return results
 
     def _notify_maps(self, q: Tensor, k: Tensor, v: Tensor, maps: AttentionOutput, mask: Mask | None) -> None:
@@ -270,3 +266,29 @@ def _concat_maps(maps: Sequence[AttentionOutput], output: Tensor) -> AttentionOu
         statistics = RowStatistics(**{name: torch.cat((a, b), 1) for (name, a), (_, b) in pairs})
     logsumexp, weights = both(first.logsumexp, second.logsumexp), both(first.weights, second.weights)
     return AttentionOutput(output, logsumexp, weights, statistics, first.backend)
+
+
+@register_config("differential", DifferentialAttention)
+@dataclass(frozen=True)
+class DifferentialConfig(HeadsConfig):
+    """Config of `DifferentialAttention`.
+
+    Args:
+        layer_index, norm_eps: as in `DifferentialAttention`.
+
+    >>> config = DifferentialConfig(512, 4, layer_index=3)
+    >>> config.head_dim, config.position_layout.head_dim
+    (128, 64)
+    """
+
+    _: KW_ONLY
+    layer_index: int = 0
+    norm_eps: float = 1e-5
+
+    def _check_and_fill(self) -> None:
+        super()._check_and_fill()
+        check_differential(self.layout, self.layer_index, self.norm_eps, self.qk_norm)
+
+    @property
+    def position_layout(self) -> HeadLayout:
+        return replace(self.layout, head_dim=self.layout.head_dim // 2)

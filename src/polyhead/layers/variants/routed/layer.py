@@ -30,7 +30,6 @@ from polyhead.layers.variants.routed.row_order import (
     rows_by_slot,
 )
 from polyhead.layers.variants.routed.validation import (
-    check_mask,
     check_routing,
     check_shape_options,
     check_shape_positions,
@@ -42,6 +41,7 @@ from polyhead.masks import Mask
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, Statistics
 from polyhead.ops.common.gates import gate_factors
+from polyhead.ops.common.validation import is_autocast
 from polyhead.ops.common.visibility import resolve
 from polyhead.ops.selected_rows.api import ragged_attention
 from polyhead.ops.selected_rows.row_products import RowGroups, spread_product, summed_product, weighs_rows
@@ -264,7 +264,6 @@ class RoutedHeads(BaseAttention):
         """
         layout = self.layout
         checks.check_padded("routed heads take", "query", query, layout.embed_dim, self.k_proj)
-        check_mask(mask)
         batch, queries, _ = query.shape
         if key is not None:
             check_source(key, batch, layout, self.k_proj)
@@ -302,14 +301,13 @@ class RoutedHeads(BaseAttention):
             check_shared_mask(call.mask)
         sizes = (batch, self.rows_per_head, routing.heads.shape[2], queries)
         if self.shape == "shared" and routing.counts is None:
-            result = reshaped(self._in_slots(q, k, v, call), sizes)
+            # The same number of heads for every token, over shared keys: a slot may be any head.
+            result = reshaped(self._attend_heads(q, k, v, call, scale=self.scale, sinks=None), sizes)
         else:
-            if view is not None:
-                k, v = view.key, view.value
-            result = self._ragged(q, k, v, rows, routing, call)
+            result = self._ragged(q, *call.keys_and_values(k, v), rows, routing, call)
         heads = result_by_head(result if logsumexp else replace(result, logsumexp=None), routing)
         if self._listener is not None:
-            k, v = (k, v) if view is None else (view.key, view.value)
+            k, v = call.keys_and_values(k, v)
             full = replace(heads, output=by_head(heads.output, routing, 0.0))
             options = (call.mask, self.scale, self.softcap, self.sinks, routing)
             self._listener(RoutedAttended(by_head(q.unflatten(1, sizes[1:3]), routing, 0.0), k, v, full, *options))
@@ -340,22 +338,12 @@ class RoutedHeads(BaseAttention):
             # The backward of indexing rounds to the dtype of the bias after every row; that of embedding only once.
             q = q + F.embedding(routing.heads.reshape(-1), self.query_bias.to(q.dtype))
         q = q.view(batch, queries, routing.heads.shape[2], self.rows_per_head, self.layout.head_dim)
-        q = q.permute(0, 3, 2, 1, 4).flatten(1, 2)
-        return q if self.q_norm is None else apply_norm(self.q_norm, q)
+        return apply_norm(self.q_norm, q.permute(0, 3, 2, 1, 4).flatten(1, 2))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         projected = apply_linears(self._of_source, (self.k_proj, self.v_proj), x)
         k, v = (split_heads(part, self.layout.num_kv_heads) for part in projected)
-        return k if self.k_norm is None else apply_norm(self.k_norm, k), v
-
-    def _in_slots(self, q: Tensor, k: Tensor, v: Tensor, call: CallOptions) -> AttentionOutput:
-        """Attend over shared keys with the same number of heads for every token; a slot may be any head."""
-        result = self._decode(q, call, scale=self.scale, sinks=None)
-        if result is not None:
-            return result
-        if call.view is not None:
-            k, v = call.view.key, call.view.value
-        return self._attention(q, k, v, call, scale=self.scale, sinks=None)
+        return apply_norm(self.k_norm, k), v
 
     def _ragged(
         self, q: Tensor, k: Tensor, v: Tensor, rows: RowsByHead, routing: Routing, call: CallOptions
@@ -470,7 +458,7 @@ def _non_padding(mask: Mask | None, lengths: Sequence[int] | None, query: Tensor
 def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Cast as a linear layer would under autocast."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not is_autocast(kind):
         return x, weight
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype)

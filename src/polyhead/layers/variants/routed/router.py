@@ -320,7 +320,8 @@ class HeadRouter(nn.Module):
             weights = torch.softmax(top_logits if used is None else top_logits.masked_fill(~used, -torch.inf), -1)
         weights = (weights if used is None else torch.where(used, weights, 0.0)).to(x.dtype)
         if self.always_on:
-            chosen = torch.cat((self._first_heads(chosen), chosen + self.always_on), -1)
+            first = torch.arange(self.always_on, device=x.device).expand(*chosen.shape[:2], -1)
+            chosen = torch.cat((first, chosen + self.always_on), -1)
             weights = torch.cat((torch.ones_like(chosen[..., : self.always_on], dtype=weights.dtype), weights), -1)
             counts = None if counts is None else counts + self.always_on
         return Routing(chosen, weights, self.num_heads, self.always_on, counts, logits, real, self.budget)
@@ -334,9 +335,6 @@ class HeadRouter(nn.Module):
             assert self.threshold is not None
             is_selected = top_probabilities >= self.threshold
         return is_selected.sum(-1).clamp(self.k_min, self.k_max)
-
-    def _first_heads(self, chosen: Tensor) -> Tensor:
-        return torch.arange(self.always_on, device=chosen.device).expand(*chosen.shape[:2], self.always_on)
 
     def extra_repr(self) -> str:
         rules = {"top_k": self.top_k, "top_p": self.top_p, "threshold": self.threshold}

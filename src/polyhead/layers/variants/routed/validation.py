@@ -60,14 +60,6 @@ def check_source(key: Any, batch: int, layout: HeadLayout, projection: nn.Module
         )
 
 
-def check_mask(mask: Any) -> None:
-    if mask is not None and not isinstance(mask, Mask):
-        raise MaskError(
-            f"mask must be a polyhead.Mask, got {type(mask).__name__}; use Mask.dense(mask) for a boolean tensor "
-            "(True = may attend), Mask.bias(mask) for values to add"
-        )
-
-
 def check_routing(routing: Any, query: Tensor, num_heads: int) -> None:
     """Check the type, shapes and values of a routing passed to `forward`."""
     if not isinstance(routing, Routing):
