@@ -242,7 +242,7 @@ def check_importance(method: str, loaded: LoadedModel) -> None:
     if loaded.kind == "encoder-decoder":
         raise OptionError(
             f"importance is measured in models of one stack, got {name}; use importance none or auto, or "
-            "polyhead.analysis.ablate with batches that have decoder_input_ids"
+            "polyhead.analysis.importance.ablate with batches that have decoder_input_ids"
         )
     if method != "ablation" and loaded.kind not in ("causal", "masked"):
         raise OptionError(
