@@ -422,14 +422,12 @@ def _model_of(found: Inspection) -> str:
 
 
 def _show_top_keys(found: Inspection, console: Console) -> None:
-    from polyhead.inspection.identity import described
+    from polyhead.inspection.wording import place_of
 
     if not len(found.top_keys):
         return
     console.print("\nMost attended tokens of each head, with their share of its attention")
-    width = max(
-        len(described((site, number))) for site, heads in found.top_keys.items() for number in range(len(heads))
-    )
+    width = max(len(place_of((site, number))) for site, heads in found.top_keys.items() for number in range(len(heads)))
     stack = None
     for site, heads in found.top_keys.items():
         if site.stack != stack:
@@ -437,7 +435,7 @@ def _show_top_keys(found: Inspection, console: Console) -> None:
             console.print(stack, markup=False)
         for number, keys in enumerate(heads):
             tokens = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
-            console.print(f"{described((site, number)):>{width}}: {tokens}", markup=False, soft_wrap=True)
+            console.print(f"{place_of((site, number)):>{width}}: {tokens}", markup=False, soft_wrap=True)
 
 
 def _printable(text: str) -> str:

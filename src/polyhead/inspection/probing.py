@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
+from polyhead.analysis.languages import LANGUAGES
 from polyhead.analysis.pronouns import AGREEMENT, CUES, PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Words, copying_scores
@@ -63,7 +64,7 @@ class Probes:
     left_out: list[Reason] = field(default_factory=list)
 
     def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
-        batch = next(self.reader.batches())
+        batch = next(iter(self.reader.batches()))
         short_batch = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
         projections = find_projections(model, lambda: self.reader.call(short_batch, model))
         layers = self.settings.layers
@@ -125,8 +126,8 @@ class Probes:
         Of all that agreement in gender or number decides, and by what decides; none of fewer than two templates. There
         is no baseline with random weights, as chance is known exactly here.
         """
-        tokenizer, everything = self.loaded.tokenizer, pronoun_sentences()
-        by_language = [[x for x in everything if x.language == language] for language in ("en", "zh")]
+        tokenizer = self.loaded.tokenizer
+        by_language = [pronoun_sentences(language) for language in LANGUAGES]
         known = [some for some in by_language if knows(tokenizer, "\n".join(x.text for x in some))]
         sentences = [sentence for some in known for sentence in some]
         try:
@@ -135,8 +136,8 @@ class Probes:
             self.left_out.append(Reason("pronoun_error", {"error": str(error)}))
             return {}
         if len(set(texts.frames)) < 2:
-            fields = {"sentences": len(everything), "readable": len(texts.contexts), "context": self.reader.text.length}
-            self.left_out.append(Reason("pronoun_sentences", fields))
+            sizes = {"sentences": sum(map(len, by_language)), "readable": len(texts.contexts)}
+            self.left_out.append(Reason("pronoun_sentences", {**sizes, "context": self.reader.text.length}))
             return {}
         if self.loaded.kind in ("causal", "decoder"):
             texts = texts.without_endings()
@@ -162,7 +163,7 @@ class Probes:
         """Return the path from head outputs to logits, for the roles copy and anti-copy."""
         if self.loaded.kind != "causal" or not head_projections:
             return None
-        model, batch = self.loaded.model, next(self.reader.batches())
+        model, batch = self.loaded.model, next(iter(self.reader.batches()))
         inputs = {"input_ids": batch.ids[:1, :16], "attention_mask": batch.mask[:1, :16]}
         inputs = {name: x.to(next(model.parameters()).device) for name, x in inputs.items()}
         found = find_direct_logits(model, lambda: model(**inputs, use_cache=False), head_projections)

@@ -88,4 +88,4 @@ class Inspection:
         return "\n".join([*lines, *(f"- {finding}" for finding in self.findings)])
 
     def _repr_html_(self) -> str:
-        return inspection_html(self.facts, self.table, self.roles, self.redundant, self.findings)
+        return inspection_html(self)
