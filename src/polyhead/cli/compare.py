@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import optional
+from polyhead.cli.options import optional, say
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -109,16 +109,15 @@ def compare(
             columns = ", ".join(sorted({x.name for x in missing}))
             places = list(dict.fromkeys(_in_both(x.head, x.head_after, stacked=stacked) for x in missing))
             more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
-            console.print(
+            say(
+                console,
                 f"{len(missing)} values not compared, since they are NaN in {label} only: {columns} of "
                 f"{', '.join(places[:NAMED])}{more}",
-                style="yellow",
-                markup=False,
-                soft_wrap=True,
+                "yellow",
             )
     for label, only in (("A", found.only_before), ("B", found.only_after)):
         if len(only):
-            console.print(f"only in {label}: {', '.join(map(str, only))}", markup=False, soft_wrap=True)
+            say(console, f"only in {label}: {', '.join(map(str, only))}")
     if found.losses[0] != found.losses[1] and None not in found.losses:
         console.print(
             f"importance is not compared: its loss is {found.losses[0]} in A, {found.losses[1]} in B", style="dim"

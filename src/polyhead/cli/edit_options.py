@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import check_positive, check_text, optional
+from polyhead.cli.options import check_positive, check_text, known_dtype, optional
 from polyhead.errors import OptionError
 from polyhead.surgery.options import FORMS
 
@@ -91,7 +91,10 @@ ResumeIn = Annotated[
 ]
 SavedDtype = Annotated[
     str | None,
-    optional("Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]"),
+    optional(
+        "Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]",
+        callback=known_dtype,
+    ),
 ]
 
 

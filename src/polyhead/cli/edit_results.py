@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyhead.cli.options import check_dtype, default_device, say
+from polyhead.cli.options import default_device, say, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,8 +36,6 @@ def model_loader(
     from polyhead.progress import Progress
     from polyhead.surgery.storage.saving import check_savable
     from polyhead.workflows.model_loading import ModelLoader, load_model
-
-    check_dtype(dtype)
 
     def load() -> LoadedModel:
         import torch
@@ -84,11 +82,13 @@ def show_preview(counted: Preview, form: str, console: Console) -> None:
         )
 
 
-def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
-    """Print the edits, their effect on size and cost, and on the quality if that was measured."""
+def report_edited(edited: EditedModel, summary: str, output: Path | None, *, replace: bool) -> None:
+    """Print the edits and their effect on size, cost and quality, and save the edited model."""
+    console = wide_console()
     say(console, f"{edited.loaded}\n{summary}")
     show_preview(edited.preview, edited.form, console)
     show_quality(edited, console)
+    write_edited(edited, output, console, replace=replace)
 
 
 def show_quality(edited: EditedModel, console: Console) -> None:

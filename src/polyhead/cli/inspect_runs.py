@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyhead.cli.options import check_positive, check_text, part_of
+from polyhead.cli.options import check_positive, check_text, part_of, say
 from polyhead.errors import OptionError
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE, check_new_run, worker_count
 from polyhead.sources.shards import WHOLE, Shard
@@ -105,10 +105,10 @@ def check_inputs(settings: Settings, *, save: Path | None, folder: Path | None, 
 def show_shard(reading: ShardReading, folder: Path, console: Console) -> None:
     """Print how much of a shard was read, and the next command."""
     of = f"{reading.tokens:,} of its {reading.total:,} tokens; the text has {reading.of_text:,}"
-    console.print(f"Shard {reading.shard}: read {of}", markup=False, soft_wrap=True)
-    console.print(f"Saved to {folder}: {OBSERVATIONS}", markup=False, soft_wrap=True)
+    say(console, f"Shard {reading.shard}: read {of}")
+    say(console, f"Saved to {folder}: {OBSERVATIONS}")
     if reading.complete:
         command = f"polyhead merge-runs RUN... --output FOLDER, with the folders of all {reading.shard.count} shards"
-        console.print(f"To merge it with the others: {command}", markup=False, soft_wrap=True)
+        say(console, f"To merge it with the others: {command}")
     else:
-        console.print(f"To continue: polyhead inspect --resume {folder}", markup=False, soft_wrap=True)
+        say(console, f"To continue: polyhead inspect --resume {folder}")

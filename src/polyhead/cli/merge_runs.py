@@ -9,7 +9,7 @@ import typer
 
 from polyhead.cli.options import AllowPickle, Language, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
-from polyhead.cli.report import check_page, write
+from polyhead.cli.report import check_page
 
 
 def merge_runs(
@@ -36,11 +36,11 @@ def merge_runs(
     """
     from rich.console import Console
 
-    from polyhead.cli.inspect import show
+    from polyhead.cli.inspect_results import report_inspection
     from polyhead.files import check_pyarrow
     from polyhead.inspection.run_files import TABLE, check_new_run, check_shards
 
-    check_page(html, lang)
+    language = check_page(html, lang)
     check_pyarrow(output / TABLE)
     check_shards(runs)
     check_new_run(output, "--output")
@@ -51,10 +51,4 @@ def merge_runs(
         found = sharded_inspecting.merge_runs(
             runs, output, progress=progress, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
         )
-    console = Console(highlight=False)
-    show(found, console, table=table)
-    console.print(f"\nSaved to {output}", markup=False)
-    if html is not None:
-        typer.echo(f"\n{write(html, found, lang)}")
-    if found.facts["interrupted"]:
-        raise typer.Exit(130)
+    report_inspection(found, output, html, language, Console(highlight=False), table=table)

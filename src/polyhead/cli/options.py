@@ -12,6 +12,8 @@ from polyhead.errors import OptionError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from polyhead.analysis.languages import Language as LanguageCode
+
 
 def optional(help: str, *names: str, metavar: str | None = None, **options: Any) -> Any:
     """Return an option without a default; the help text says in brackets what its absence means."""
@@ -27,7 +29,14 @@ def writable_file(file: Path | None) -> Path | None:
     return file
 
 
-DTYPES = ("float32", "bfloat16", "float16")
+def known_dtype(dtype: str | None) -> str | None:
+    """Return the dtype of a model's weights, else raise; a callback of options."""
+    from polyhead.inspection.settings import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}")
+    return dtype
+
 
 ResultFile = Annotated[
     Path | None,
@@ -36,7 +45,8 @@ ResultFile = Annotated[
 Language = Annotated[str, typer.Option(metavar="en|zh", help="Initial language of the page; readers can switch.")]
 Device = Annotated[str | None, optional("Device: cpu, cuda, cuda:1, ... [default: a GPU if available]")]
 Dtype = Annotated[
-    str | None, optional("Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]")
+    str | None,
+    optional("Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]", callback=known_dtype),
 ]
 MachineName = Annotated[
     str | None,
@@ -64,18 +74,14 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def check_language(lang: str) -> None:
-    """Raise if pages are not available in this language."""
-    from polyhead.inspection.vocabulary import LANGUAGES
+def page_language(lang: str) -> LanguageCode:
+    """Return the language of a page; raise if pages are not available in it."""
+    from polyhead.analysis.languages import LANGUAGES
 
-    if lang not in LANGUAGES:
-        raise OptionError(f"--lang must be one of {', '.join(LANGUAGES)}; got {lang!r}")
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raise if this dtype is not supported."""
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}")
+    for language in LANGUAGES:
+        if lang == language:
+            return language
+    raise OptionError(f"--lang must be one of {', '.join(LANGUAGES)}; got {lang!r}")
 
 
 def default_device(device: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import Language, MachineName, check_language, optional, wide_console
+from polyhead.cli.options import Language, MachineName, optional, page_language, wide_console
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def plan(
 
     size_options = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
     _check_output(output)
-    check_language(lang)
+    language = page_language(lang)
     _check_source(model, config, d_model, {**size_options, "--rotary": rotary or None})
     check_sizes(d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
     check_sizes(layers=layers, batch=batch, context=context)
@@ -134,7 +134,7 @@ def plan(
         from polyhead.costs.comparison import compare
         from polyhead.report.plan_page import write_plan_page
 
-        written = write_plan_page(output, result, compare(result, chosen), language="zh" if lang == "zh" else "en")
+        written = write_plan_page(output, result, compare(result, chosen), language=language)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
