@@ -144,7 +144,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _content(path: Path) -> str:
-    from polyhead.report.viewer.limits import TEXT_BYTES
+    from polyhead.report.viewer.request_fields import TEXT_BYTES
 
     try:
         # The path may be a pipe without end.
