@@ -38,14 +38,14 @@ STYLES = {
 NONE = ("··", "grey50")
 
 
-def picture(found: Inspection) -> Iterator[Text]:
+def picture(inspection: Inspection) -> Iterator[Text]:
     """Yield a grid per stack, with a row per layer and a cell per head; redundant heads are underlined."""
     from rich.text import Text
 
-    roles = {(x.site, x.head): x.roles for x in found.roles}
-    redundant = {x.head for x in found.redundant}
+    roles = {(x.site, x.head): x.roles for x in inspection.roles}
+    redundant = {x.head for x in inspection.redundant}
     stacks: dict[tuple[str, str], list[AttentionSite]] = {}
-    for site in dict.fromkeys(found.table.sites):
+    for site in dict.fromkeys(inspection.table.sites):
         stacks.setdefault((site.stack, site.kind), []).append(site)
     for (stack, kind), sites in stacks.items():
         heads = max(site.num_heads for site in sites)
@@ -63,23 +63,23 @@ def picture(found: Inspection) -> Iterator[Text]:
         yield drawn
 
 
-def legend(found: Inspection) -> Text:
+def legend(inspection: Inspection) -> Text:
     """Return the roles that occur, with their counts."""
     from rich.text import Text
 
-    counts = Counter(role for x in found.roles for role in x.roles)
+    counts = Counter(role for x in inspection.roles for role in x.roles)
     drawn = Text()
     for role, style in STYLES.items():
         if counts[role]:
             drawn.append(role_of(role).letters, style)
             drawn.append(f" {role} {counts[role]}  ")
-    none = sum(not x.roles for x in found.roles)
+    none = sum(not x.roles for x in inspection.roles)
     drawn.append(NONE[0], NONE[1])
     drawn.append(f" no role {none}")
-    if len(found.redundant):
+    if len(inspection.redundant):
         drawn.append("  ")
         drawn.append("··", "underline")
-        drawn.append(f" redundant within its layer {len(found.redundant)}")
+        drawn.append(f" redundant within its layer {len(inspection.redundant)}")
     return drawn
 
 

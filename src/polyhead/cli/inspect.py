@@ -182,7 +182,7 @@ def inspect(
     folder = save if resume is None else resume
     # How a run is continued; a run of torchrun only by as many processes.
     how = "with: polyhead inspect" if ray is None else f"with: polyhead inspect --ray {ray}"
-    found: Inspection | None = None
+    inspection: Inspection | None = None
     reading: ShardReading | None = None
     with (
         joined_workers(command.command_path, worker_timeout) as workers,
@@ -247,20 +247,20 @@ def inspect(
         with ProgressBars() if workers is None or workers.is_first else nullcontext(ignore_progress) as progress:
             if cluster is not None:
                 options |= {"workers": ray_workers, "seconds": worker_timeout}
-                found = inspect_with_ray(settings, cluster, folder=folder, progress=progress, **options)
+                inspection = inspect_with_ray(settings, cluster, folder=folder, progress=progress, **options)
             elif part is not None and folder is not None:
                 reading = inspect_shard(settings, part, folder, progress=progress, **options)
             elif workers is not None:
-                found = inspect_with_workers(settings, workers, folder=folder, progress=progress, **options)
+                inspection = inspect_with_workers(settings, workers, folder=folder, progress=progress, **options)
             else:
-                found = inspect_model(settings, folder=folder, progress=progress, **options)
+                inspection = inspect_model(settings, folder=folder, progress=progress, **options)
     if reading is not None and folder is not None:
         show_shard(reading, folder, console)
         if not reading.complete:
             raise typer.Exit(130)
-    if found is None:
+    if inspection is None:
         return  # of a shard, or printed by the first of the workers
-    report_inspection(found, folder, html, language, console, table=table)
+    report_inspection(inspection, folder, html, language, console, table=table)
 
 
 def _check_alone(command: typer.Context) -> None:

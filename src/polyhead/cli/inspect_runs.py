@@ -56,10 +56,10 @@ def resumed_settings(folder: Path, workers: Workers | None, *, by_ray: bool = Fa
 
         own = saved_settings(folder)
         # A rank that was killed before its first write has none.
-        found = [x for x in workers.gather("the saved settings", own and own.to_dict()) if x is not None]
-        if not found:
+        saved = [x for x in workers.gather("the saved settings", own and own.to_dict()) if x is not None]
+        if not saved:
             raise OptionError(f"--resume must be the folder of a saved run, got {folder} without one")
-        return Settings.from_dict(found[0]), None
+        return Settings.from_dict(saved[0]), None
     if not path.exists():
         count = worker_count(folder)
         if count is not None and by_ray:

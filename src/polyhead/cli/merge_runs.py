@@ -48,7 +48,7 @@ def merge_runs(
     from polyhead.workflows import sharded_inspecting
 
     with ProgressBars() as progress:
-        found = sharded_inspecting.merge_runs(
+        inspection = sharded_inspecting.merge_runs(
             runs, output, progress=progress, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
         )
-    report_inspection(found, output, html, language, Console(highlight=False), table=table)
+    report_inspection(inspection, output, html, language, Console(highlight=False), table=table)

@@ -81,7 +81,7 @@ def syntax(
 
         check_device(device)
         with ProgressBars() as progress:
-            found = polyhead.syntax(
+            result = polyhead.syntax(
                 lambda: load_model(
                     model, device=device, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
                 ),
@@ -95,10 +95,10 @@ def syntax(
                 progress=progress,
             )
         if output is not None:
-            found.save(output)
-    typer.echo(f"{found.loaded}\n{found.aligned}", err=True)
-    _show(found.table)
-    _show_shares(found.shares, found.table.texts)
+            result.save(output)
+    typer.echo(f"{result.loaded}\n{result.aligned}", err=True)
+    _show(result.table)
+    _show_shares(result.shares, result.table.texts)
     if output is not None:
         typer.echo(f"saved to {output}")
 

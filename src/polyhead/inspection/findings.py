@@ -124,18 +124,18 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
 def _redundant(inspection: Inspection) -> Iterator[Finding]:
     """Yield the redundant heads, each with the head that alone predicts most of it, if one does; a pair once."""
     reported: set[frozenset[Head]] = set()
-    for found in inspection.redundant:
-        site, head = found.head
+    for redundant in inspection.redundant:
+        site, head = redundant.head
         halves = inspection.halves.get(site, {})
         share, alone = (float(halves[x][:, head].min()) if x in halves else math.nan for x in (PREDICTABLE, ALONE))
         if not share >= THRESHOLD:
             continue
-        heads: tuple[Head, ...] = (found.head,)
-        values: dict[str, float | str] = {"share": found.share}
+        heads: tuple[Head, ...] = (redundant.head,)
+        values: dict[str, float | str] = {"share": redundant.share}
         if alone >= MOSTLY:
-            heads = (found.head, found.other)
-            relation = "linear_map" if abs(found.cosine) < SAME else "same" if found.cosine > 0 else "opposite"
-            values |= {"relation": relation, "alone": found.share_of_other, "cosine": found.cosine}
+            heads = (redundant.head, redundant.other)
+            relation = "linear_map" if abs(redundant.cosine) < SAME else "same" if redundant.cosine > 0 else "opposite"
+            values |= {"relation": relation, "alone": redundant.share_of_other, "cosine": redundant.cosine}
         if frozenset(heads) not in reported:
             reported.add(frozenset(heads))
             yield Finding("redundant", heads, PREDICTABLE, values)

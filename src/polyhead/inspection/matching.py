@@ -81,7 +81,7 @@ def match_heads(before: Inspection, after: Inspection) -> Matching:
             if place not in others:
                 unmatched.extend(Unmatched((site, head), "not read") for head in heads)
     stacked = has_stacks((*before.table.sites, *after.table.sites))
-    return Matching(tuple(pairs), *(tuple(replace(x, stacked=stacked) for x in found) for found in only))
+    return Matching(tuple(pairs), *(tuple(replace(x, stacked=stacked) for x in heads) for heads in only))
 
 
 _Place = tuple[str, str]

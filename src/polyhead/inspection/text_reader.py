@@ -42,7 +42,7 @@ class Reader:
 
     @classmethod
     def of(cls, loaded: LoadedModel, settings: Settings, text: Text = None) -> Reader:
-        found = read_contexts(
+        contexts = read_contexts(
             loaded,
             settings.text if text is None else text,
             field=settings.field,
@@ -50,7 +50,7 @@ class Reader:
             tokens=settings.tokens,
             purpose="an inspection",
         )
-        return cls(loaded, found, settings.batch_tokens, token_classes(loaded.tokenizer))
+        return cls(loaded, contexts, settings.batch_tokens, token_classes(loaded.tokenizer))
 
     @property
     def contexts(self) -> tuple[Context, ...]:
