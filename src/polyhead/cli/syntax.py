@@ -119,6 +119,7 @@ def _check_output(output: Path | None) -> None:
 def _show(table: SyntaxTable) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     header, body = table.cells()
@@ -126,7 +127,7 @@ def _show(table: SyntaxTable) -> None:
     for index, name in enumerate(header):
         drawn.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for cells, entry in zip(body, table.entries, strict=True):
-        drawn.add_row(*cells, style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
+        drawn.add_row(*map(Text, cells), style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
     wide_console().print(drawn)
     console.print(f"\n{table.notes()}", soft_wrap=not console.is_terminal)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +97,12 @@ def _chart(
     grid = {"steps": steps[indices].tolist(), "values": _packed(values[:, indices].T)}
     steps, shown = merged(steps, values)
     return {
-        "title": asdict(Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化")),
-        "x_label": asdict(STEP),
-        "y_label": asdict(label),
+        "title": Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化"),
+        "x_label": STEP,
+        "y_label": label,
         "domain": [int(all_steps[0]), int(all_steps[-1])],
         "steps": steps.tolist(),
-        "panels": [{"label": asdict(name), "lines": lines} for name, lines in panels],
+        "panels": [{"label": name, "lines": lines} for name, lines in panels],
         "values": _packed(shown),
         "grid": grid if len(values) > 1 else None,
     }
