@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import optional, say
+from polyhead.cli.options import optional
+from polyhead.cli.terminal import plain_console, plain_table, say
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -48,12 +49,9 @@ def compare(
     RUN@STEP is a step that `polyhead.training.RunDirectory` wrote. Differences of two steps are tested against the
     noise of the steps around each.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from polyhead.inspection.run_files import check_saved
 
-    console = Console(highlight=False)
+    console = plain_console()
     if most < 1:
         raise OptionError(f"--most must be at least 1, got {most}")
     for run in (before, after):
@@ -133,11 +131,7 @@ def compare(
             console.print(f"{len(skipped)} values of {columns} are not tested: no error estimate{listed}", style="dim")
         if not len(shown):
             continue
-        table = Table(box=None, pad_edge=False)
-        for column in ("head", "column"):
-            table.add_column(column)
-        for column in ("A", "B", "difference", "standard errors"):
-            table.add_column(column, justify="right")
+        table = plain_table(["head", "column"], ["A", "B", "difference", "standard errors"])
         for change in shown[:most]:
             errors = "not tested" if math.isnan(change.error) else "exact"
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else errors

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyhead.cli.options import default_device, say, wide_console
+from polyhead.cli.options import default_device
+from polyhead.cli.terminal import plain_table, say, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,12 +57,7 @@ def model_loader(
 
 def show_preview(counted: Preview, form: str, console: Console) -> None:
     """Print a table of sizes and costs before and after the edits, and what the form makes of them."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("attention of the model")
-    for column in ("before", "after", "ratio"):
-        table.add_column(column, justify="right")
+    table = plain_table(["attention of the model"], ["before", "after", "ratio"])
     rows = {
         "heads": "heads",
         "KV heads": "kv_heads",

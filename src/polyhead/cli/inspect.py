@@ -26,6 +26,7 @@ from polyhead.cli.options import (
 )
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page
+from polyhead.cli.terminal import plain_console
 from polyhead.errors import OptionError
 from polyhead.inspection.run_files import REST
 
@@ -169,8 +170,6 @@ def inspect(
 
     Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
-    from rich.console import Console
-
     from polyhead.cli.workers import joined_workers
     from polyhead.inspection.settings import Settings
     from polyhead.progress import ignore_progress
@@ -178,7 +177,7 @@ def inspect(
     if resume is not None:
         _check_alone(command)
     check_positive("--worker-timeout", worker_timeout)
-    console = Console(highlight=False)
+    console = plain_console()
     folder = save if resume is None else resume
     # How a run is continued; a run of torchrun only by as many processes.
     how = "with: polyhead inspect" if ray is None else f"with: polyhead inspect --ray {ray}"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from polyhead.cli.options import say
 from polyhead.cli.report import write
+from polyhead.cli.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console

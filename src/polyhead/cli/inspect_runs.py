@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyhead.cli.options import check_positive, check_text, part_of, say
+from polyhead.cli.options import check_positive, check_text, part_of
+from polyhead.cli.terminal import say
 from polyhead.errors import OptionError
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE, check_new_run, worker_count
 from polyhead.sources.shards import WHOLE, Shard

@@ -10,6 +10,7 @@ import typer
 from polyhead.cli.options import AllowPickle, Language, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page
+from polyhead.cli.terminal import plain_console
 
 
 def merge_runs(
@@ -34,8 +35,6 @@ def merge_runs(
 
     Example: `polyhead merge-runs run-1 run-2 run-3 --output run --html report.html`
     """
-    from rich.console import Console
-
     from polyhead.cli.inspect_results import report_inspection
     from polyhead.files import check_pyarrow
     from polyhead.inspection.run_files import TABLE, check_new_run, check_shards
@@ -51,4 +50,4 @@ def merge_runs(
         inspection = sharded_inspecting.merge_runs(
             runs, output, progress=progress, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
         )
-    report_inspection(inspection, output, html, language, Console(highlight=False), table=table)
+    report_inspection(inspection, output, html, language, plain_console(), table=table)

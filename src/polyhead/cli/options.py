@@ -10,8 +10,6 @@ import typer
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from polyhead.analysis.languages import Language as LanguageCode
 
 
@@ -59,19 +57,6 @@ AllowPickle = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code shipped with the model. Use only with models you trust.")
 ]
-
-
-def wide_console() -> Console:
-    """Return a console for tables: files and pipes have no width, and a fixed one keeps tables from wrapping."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=120, highlight=False)
-
-
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text as it is: without markup, and broken into lines by the terminal alone."""
-    console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def page_language(lang: str) -> LanguageCode:

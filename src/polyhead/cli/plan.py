@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import Language, MachineName, optional, page_language, wide_console
+from polyhead.cli.options import Language, MachineName, optional, page_language
+from polyhead.cli.terminal import wide_console
 from polyhead.errors import OptionError
 
 

@@ -10,8 +10,9 @@ import typer
 
 from polyhead.cli.edit_options import ResumeIn
 from polyhead.cli.errors import resumable
-from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device, wide_console
+from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device
 from polyhead.cli.progress_bars import ProgressBars
+from polyhead.cli.terminal import plain_table, wide_console
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -117,33 +118,25 @@ def _check_output(output: Path | None) -> None:
 
 
 def _show(table: SyntaxTable) -> None:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = wide_console()
     header, body = table.cells()
-    drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(header):
-        drawn.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+    drawn = plain_table(header[:2], header[2:], no_wrap=True)
     for cells, entry in zip(body, table.entries, strict=True):
         drawn.add_row(*map(Text, cells), style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
-    wide_console().print(drawn)
+    console.print(drawn)
     console.print(f"\n{table.notes()}", soft_wrap=not console.is_terminal)
 
 
 def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from polyhead.analysis.syntax_table import FEW_WORDS
     from polyhead.geometry import name_with_origin
     from polyhead.observation.word_attention import SPANS
 
-    console = Console(highlight=False)
-    drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "same distances", "to others")):
-        drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    console = wide_console()
+    columns = ["words", "head", "share", "95%", "same distances", "to others"]
+    drawn = plain_table(["inside the"], columns, no_wrap=True)
     spans = [span for span in SPANS if shares.of(span)]
     for span in spans:
         for entry in shares.of(span)[:TOP_HEADS]:
@@ -156,6 +149,6 @@ def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
     halves = f"on {texts[0]:,} texts, evaluated on {texts[1]:,} held-out texts"
     title = f"The {TOP_HEADS} heads whose attention to other tokens exceeds its distances most {halves}:"
     console.print(f"\n{title}", soft_wrap=not console.is_terminal)
-    wide_console().print(drawn)
+    console.print(drawn)
     if few := [span for span in spans if shares.of(span)[0].words < FEW_WORDS]:
         console.print(f"Unreliable: {', '.join(few)}, with fewer than {FEW_WORDS} words.")

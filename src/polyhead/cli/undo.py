@@ -9,8 +9,8 @@ import typer
 
 from polyhead.cli.edit_options import Replace, SavedForm, check_output
 from polyhead.cli.edit_results import show_saved
-from polyhead.cli.options import say, wide_console
 from polyhead.cli.progress_bars import ProgressBars
+from polyhead.cli.terminal import say, wide_console
 
 GENERATION = "generation_config.json"
 
