@@ -102,7 +102,7 @@ class HeadRoles:
                 return score
         raise KeyError(f"{role!r}; measured: {', '.join(score.role for score in self.scores)}")
 
-    __iter__ = None  # `role in head` would be true of every measured role: ask `head.roles`, or loop over `head.scores`
+    __iter__ = None  # `role in head` would be true of every measured role: use `head.roles` or `head.scores`
 
     def __str__(self) -> str:
         roles = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]

@@ -76,7 +76,7 @@ Tokens = Annotated[
 TestText = Annotated[
     str | None,
     optional(
-        "Text to evaluate the edited model on, if that is not a part of --text held out: a file or folder, as --text.",
+        "Text to evaluate the edited model on, instead of a held-out part of --text: a file or folder.",
         "--test-text",
         metavar="FILE|DIR",
     ),
