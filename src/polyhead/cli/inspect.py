@@ -18,7 +18,10 @@ from polyhead.cli.options import (
     AllowPickle,
     Device,
     Dtype,
+    HtmlReport,
     Language,
+    ReadModel,
+    ShowTable,
     TrustRemoteCode,
     check_device,
     check_positive,
@@ -52,15 +55,7 @@ _NOT_OF_THE_RUN = (
 
 def inspect(
     command: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
-            show_default=False,
-        ),
-    ] = None,
+    model: ReadModel = None,
     text: Annotated[
         str | None,
         optional(
@@ -138,10 +133,8 @@ def inspect(
     ray_workers: Annotated[
         int | None, optional("Number of Ray workers. [default: one for each GPU, else for each CPU]", metavar="N")
     ] = None,
-    table: Annotated[
-        bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
-    ] = False,
-    html: Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")] = None,
+    table: ShowTable = False,
+    html: HtmlReport = None,
     lang: Language = "en",
     device: Device = None,
     dtype: Dtype = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import AllowPickle, Language, TrustRemoteCode, optional
+from polyhead.cli.options import AllowPickle, HtmlReport, Language, ShowTable, TrustRemoteCode
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page
 from polyhead.cli.terminal import plain_console
@@ -19,10 +19,8 @@ def merge_runs(
         typer.Argument(metavar="RUN...", help="Folders of all shards: of `polyhead inspect --shard I/N --save RUN`."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="New folder of the merged run.")],
-    table: Annotated[
-        bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
-    ] = False,
-    html: Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")] = None,
+    table: ShowTable = False,
+    html: HtmlReport = None,
     lang: Language = "en",
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,

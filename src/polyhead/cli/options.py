@@ -1,4 +1,4 @@
-"""Options shared by several commands: device, dtype, permissions, language."""
+"""Arguments and options shared by several commands: the model to read, device, dtype, permissions, pages."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def known_dtype(dtype: str | None) -> str | None:
     return dtype
 
 
+ReadModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
+        "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
+        show_default=False,
+    ),
+]
+ShowTable = Annotated[
+    bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
+]
+HtmlReport = Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")]
 ResultFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write the results to this JSON file, with all samples.", callback=writable_file),

@@ -10,7 +10,7 @@ import typer
 
 from polyhead.cli.edit_options import ResumeIn
 from polyhead.cli.errors import resumable
-from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device
+from polyhead.cli.options import AllowPickle, ReadModel, TrustRemoteCode, check_device
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.terminal import plain_table, wide_console
 from polyhead.errors import OptionError
@@ -23,14 +23,7 @@ TOP_HEADS = 3  # number of heads listed for each of word, phrase and sentence
 
 
 def syntax(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
-            metavar="MODEL",
-        ),
-    ] = None,
+    model: ReadModel = None,
     treebank: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Treebank in CoNLL-U format, .conllu or .conllu.gz (required).")
     ] = None,

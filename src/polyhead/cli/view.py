@@ -30,7 +30,7 @@ def view(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN|MODEL]",
+            metavar="RUN|MODEL",
             help="Run folder written by `polyhead inspect --save`, to show its model with head roles, or by "
             "`polyhead.training.RunDirectory`, or tiny-run, to show the steps of training; or a model: folder, .gguf "
             "file, name on the Hugging Face hub, tiny, minilm or smollm2. [default: minilm]",
