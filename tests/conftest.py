@@ -154,4 +154,4 @@ def without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inspect only the text, and the importance of heads."""
     from polyhead.inspection import running
 
-    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
+    monkeypatch.setattr(running.InspectionRun, "probe", lambda *_: ({"roles": ()}, {}, {}))

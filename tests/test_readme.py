@@ -10,8 +10,7 @@ import pytest
 import typer
 
 from polyhead.cli import app
-from polyhead.cli.heads_picture import ROLES
-from polyhead.inspection.vocabulary import role_of
+from polyhead.inspection.vocabulary import ROLES
 
 LANGUAGES = ("README.md", "README.zh-CN.md")
 
@@ -72,7 +71,7 @@ def test_the_chinese_guide_names_the_roles_as_the_command_does(project_root):
     guide = (project_root / "docs" / "zh" / "inspecting.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z、]+) \| (.*?) \|", guide, flags=re.MULTILINE)
     named = {letters: label for row in rows for letters, label in zip(*(x.split("、") for x in row), strict=True)}
-    assert named == {ROLES[name][0]: role_of(name).label.zh for name in ROLES}
+    assert named == {role.letters: role.label.zh for role in ROLES.values()}
 
 
 def test_both_languages_have_the_same_links_and_each_leads_somewhere(pages, project_root):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -241,3 +243,19 @@ def test_a_function_that_most_users_call_names_the_errors_that_it_raises():
     functions = [getattr(polyhead, name) for name in polyhead.__all__ if inspect.isfunction(getattr(polyhead, name))]
     raising = [function for function in functions if function.__name__ not in ("build_attention", "syntax")]
     assert [f.__name__ for f in raising if not re.search(r"^ *Raises:$", f.__doc__ or "", flags=re.MULTILINE)] == []
+
+
+def messages() -> Iterator[str]:
+    """The strings of the package that are no docstrings."""
+    for path in sorted((ROOT / "src" / "polyhead").rglob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        docstrings = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}
+        constants = (x for x in ast.walk(tree) if isinstance(x, ast.Constant) and id(x) not in docstrings)
+        yield from (x.value for x in constants if isinstance(x.value, str))
+
+
+def test_a_function_that_a_message_names_exists():
+    named = {name for text in messages() for name in re.findall(r"\bpolyhead(?:\.[a-z]\w*)+\.\w+", text)}
+    assert "polyhead.surgery.apply" in named
+    for name in sorted(named):
+        assert pkgutil.resolve_name(name) is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from polyhead.cli.inspect import show
+from polyhead.cli.inspect_results import show
 from polyhead.inspection import Inspection
 from polyhead.inspection.heads import named
 from polyhead.inspection.vocabulary import column_of, role_of

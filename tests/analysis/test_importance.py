@@ -487,20 +487,6 @@ def test_documents_without_numbers_stay_apart():
     torch.testing.assert_close(found["ablation"], (one["ablation"] + other["ablation"]) / 2)
 
 
-def test_it_is_saved_and_loaded(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    *_, whole = three_runs()
-    save_file({name: x.contiguous() for name, x in whole.state().items()}, tmp_path / "importance.safetensors")
-    again = whole.with_state(load_file(tmp_path / "importance.safetensors"))
-    for name in whole.columns:
-        assert torch.equal(again[name], whole[name])
-    for site in whole.overlaps:
-        assert torch.equal(again.overlap(site), whole.overlap(site))
-    with pytest.raises(OptionError, match="also have weights, intact, ablation"):
-        whole.with_state({"documents": whole.documents})
-
-
 def test_the_table_reads_well():
     *_, whole = three_runs()
     (row, *rest) = whole.rows()
@@ -751,13 +737,6 @@ def test_what_cannot_be_measured_is_refused():
         Masked(3, share=0)
     with pytest.raises(OptionError, match=r"id of the tokenizer's mask token, .* got None"):
         Masked(None)
-
-
-def test_a_tokenizer_knows_the_mask_token():
-    class Tokenizer:
-        mask_token_id = 17
-
-    assert as_loss("masked", Tokenizer()) == Masked(17)
 
 
 # ---- on a GPU

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import polyhead.inspection
 from polyhead.cli import app
-from polyhead.cli.inspect import show
+from polyhead.cli.inspect_results import show
 from polyhead.errors import OptionError
 from tests.inspection.small_models import NAMES, broken_folder, model_folder, text_folder
 

@@ -11,12 +11,12 @@ import typer
 from polyhead.analysis.redundancy import THRESHOLD
 from polyhead.analysis.roles_rules import RULES
 from polyhead.cli import app
-from polyhead.cli.heads_picture import ROLES
 from polyhead.inspection import Inspection, Settings, save_inspection
 from polyhead.inspection.comparison import FALSE_DISCOVERIES, MIN_CHANGE
 from polyhead.inspection.cross_layer_similarity import CANDIDATES, TOKENS, WIDTH
 from polyhead.inspection.most_attended import CANDIDATES as TOP_KEYS
 from polyhead.inspection.text_reader import FEW_DOCUMENTS
+from polyhead.inspection.vocabulary import role_of
 from polyhead.observation.statistics import NAMES
 from polyhead.workflows.inspecting import inspect_model
 from tests.inspection.small_models import model_folder, text_folder
@@ -66,7 +66,7 @@ def test_every_role_stands_there_with_its_letters_and_its_threshold(page):
     assert set(rows) == set(RULES)
     for role, rule in RULES.items():
         _, letters, meaning, threshold, chance = rows[role]
-        assert letters == ROLES[role][0], role
+        assert letters == role_of(role).letters, role
         assert threshold.replace(",", "").split()[0] == f"{rule.threshold:g}", role
         assert meaning, role
         assert chance, role

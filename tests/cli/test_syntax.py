@@ -71,6 +71,14 @@ def test_the_table_is_printed_and_written(model, tmp_path):
     assert SyntaxTable.load(again) == table  # whatever the batch
 
 
+def test_a_relation_in_brackets_is_printed_whole(model, tmp_path):
+    treebank = tmp_path / "brackets.conllu"
+    treebank.write_text(SMALL.read_text(encoding="utf-8").replace("\tnsubj\t", "\tnsubj[x]\t"), encoding="utf-8")
+    result = invoke(model, "--treebank", treebank, "--minimum", 1)
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines() if line.startswith("nsubj")] == ["nsubj[x]"] * 2
+
+
 def test_fewer_sentences_and_several_together(model):
     result = invoke(model, "--treebank", SMALL, "--minimum", 1, "--sentences", 4, "--together", 2)
     assert result.exit_code == 0, result.output

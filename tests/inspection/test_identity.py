@@ -19,10 +19,11 @@ from polyhead.errors import OptionError
 from polyhead.geometry import HeadOrigins
 from polyhead.inspection import Inspection, Settings, compare, load_inspection, save_inspection
 from polyhead.inspection.comparison import Change, Comparison
-from polyhead.inspection.identity import described, edits_of
+from polyhead.inspection.identity import edits_of
 from polyhead.inspection.matching import match_heads
 from polyhead.inspection.probing import Probes
 from polyhead.inspection.run_files import OBSERVATIONS, REST
+from polyhead.inspection.wording import place_of
 from polyhead.observation import AttentionSite
 from polyhead.report import page_of
 from polyhead.report.syntax_results import Syntax
@@ -230,7 +231,7 @@ def test_a_saved_run_has_it(run, name, tmp_path):
 
 def test_heads_are_named_by_what_they_were(run):
     site = run("pruned").table.sites[0]
-    assert [described((site, head)) for head in range(3)] == [
+    assert [place_of((site, head)) for head in range(3)] == [
         "L0H0", "L0H1 (originally L0H2)", "L0H2 (originally L0H3)",
     ]  # fmt: skip
     summary = edits_of(run("pruned").table.sites)

@@ -191,7 +191,7 @@ def test_a_signal_at_any_moment_leaves_whole_batches(models, text, tmp_path, nam
 def begun_once(models, text, tmp_path_factory) -> tuple[Settings, Path]:
     settings, folder = settings_of(models["bert"], text), tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running.InspectionRun, "probe", lambda *_: running._Probed())
+        patch.setattr(running.InspectionRun, "probe", lambda *_: ({"roles": ()}, {}, {}))
         stop_at(patch, 4, KeyboardInterrupt, after=False)
         read(settings, folder)
     return settings, folder

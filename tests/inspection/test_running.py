@@ -93,7 +93,7 @@ def test_every_kind_of_model_is_inspected(inspected, name):
     assert found.facts["context"] == 96
     left_out, *others = map(str, found.facts["left_out"])
     assert left_out.startswith("agreement and pronoun: of 160 sentences with pronouns the tokenizer can read 0")
-    two_stacks = "importance: auto does not measure encoder-decoders; call polyhead.analysis.ablate"
+    two_stacks = "importance: auto does not measure encoder-decoders; call polyhead.analysis.importance.ablate"
     assert [x[: len(two_stacks)] for x in others] == ([two_stacks] if name == "t5" else [])
     assert len(found.roles) == (16 if name == "t5" else 8)  # a cross-attention has no place among its keys
     assert found.table["predictable_share"].isfinite().all()

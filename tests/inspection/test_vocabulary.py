@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polyhead.analysis.roles_rules import RULES
-from polyhead.cli.heads_picture import ROLES as DRAWN
+from polyhead.cli.heads_picture import STYLES
 from polyhead.inspection import Inspection, Settings
 from polyhead.inspection.vocabulary import COLUMNS, RELATIONS, ROLES, Term, column_of, relation_of, role_of
 from polyhead.observation.statistics import NAMES
@@ -67,12 +67,11 @@ def test_every_matrix_of_a_run_has_an_entry_and_no_entry_is_of_no_run(runs):
     assert {name for run in runs for found in run.relations.values() for name in found} == set(RELATIONS)
 
 
-def test_every_role_has_an_entry_with_the_letters_of_the_picture():
+def test_every_role_has_an_entry_with_letters_and_a_style():
     assert set(ROLES) == set(RULES)
+    assert len({role.letters for role in ROLES.values()}) == len(ROLES)
     # In the same order, so that the terminal and the page name a head by the same role.
-    assert [(name, role.letters) for name, role in ROLES.items()] == [
-        (name, letters) for name, (letters, _) in DRAWN.items()
-    ]
+    assert list(ROLES) == list(STYLES)
 
 
 def test_what_has_no_entry_goes_by_its_name():

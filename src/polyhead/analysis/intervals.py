@@ -94,6 +94,11 @@ def wilson(hits: int, count: int, deviations: float = Z) -> tuple[float, float]:
     return min(share, max(0.0, middle - half_width)), max(share, min(1.0, middle + half_width))
 
 
+def wilson_of_ties(hits: float, count: int, deviations: float) -> tuple[float, float]:
+    """Return the Wilson interval of hits that count ties as fractions: as 0 for the lower bound, as 1 for the upper."""
+    return wilson(math.floor(hits), count, deviations)[0], wilson(math.ceil(hits), count, deviations)[1]
+
+
 def ratio_of_sums(sums: Tensor, counts: Tensor, deviations: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return sums over counts, both [texts, ...], with the ends of the 95% interval of the ratio over texts.
 

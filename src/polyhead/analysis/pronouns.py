@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyhead.analysis.alignment import cut, pieces_of
-from polyhead.analysis.intervals import Z, normal_quantile, ratio_of_sums, student_quantile, wilson
+from polyhead.analysis.intervals import Z, normal_quantile, ratio_of_sums, student_quantile, wilson_of_ties
 from polyhead.errors import OptionError
 from polyhead.observation.collectors import states_of
 from polyhead.observation.observations import Observations
@@ -162,8 +161,8 @@ def _scores(
     over_frames = ratio_of_sums(by_frame, sizes)[1:]
     all_over_frames = ratio_of_sums(by_frame, sizes, student_quantile(tail, max(1, frames - 1)))[1:]
     for head, total in enumerate(points.sum(0).tolist()):
-        low, high = _wilson(total, count, Z)
-        all_low, all_high = _wilson(total, count, normal_quantile(tail))
+        low, high = wilson_of_ties(total, count, Z)
+        all_low, all_high = wilson_of_ties(total, count, normal_quantile(tail))
         frames_low, frames_high = (float(x[head]) for x in over_frames)
         wide_low, wide_high = (float(x[head]) for x in all_over_frames)
         yield PronounScore(
@@ -182,8 +181,3 @@ def _scores(
             weight=float(weights[:, head, 0].mean()),
             expected=float(state["expected"][:, 0].mean()),
         )
-
-
-def _wilson(hits: float, count: int, deviations: float) -> tuple[float, float]:
-    # A half hit counts as 0 for the lower bound and as 1 for the upper.
-    return wilson(math.floor(hits), count, deviations)[0], wilson(math.ceil(hits), count, deviations)[1]

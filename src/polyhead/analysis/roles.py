@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyhead.analysis.intervals import expanded_tail, halves, normal_quantile, ratio_of_sums, student_quantile, wilson
+from polyhead.analysis.intervals import (
+    expanded_tail,
+    halves,
+    normal_quantile,
+    ratio_of_sums,
+    student_quantile,
+    wilson_of_ties,
+)
 from polyhead.analysis.languages import Text
 from polyhead.analysis.pronouns import CUES, PronounTable
 from polyhead.analysis.roles_evidence import EVIDENCE, evidence_text
@@ -95,7 +102,7 @@ class HeadRoles:
                 return score
         raise KeyError(f"{role!r}; measured: {', '.join(score.role for score in self.scores)}")
 
-    __iter__ = None  # `role in head` would be true of every measured role: ask `head.roles`, or loop over `head.scores`
+    __iter__ = None  # `role in head` would be true of every measured role: use `head.roles` or `head.scores`
 
     def __str__(self) -> str:
         roles = [f"{score.role}: {score.evidence}" for score in self.scores if score.holds]
@@ -296,10 +303,7 @@ def _copy_scores(evidence: HeadEvidence, heads: int) -> dict[str, _Scores]:
     deviations = {int(n): student_quantile(tail, n - 1) for n in documents.unique().tolist() if n > 1}
     half_width = (score - below) * torch.tensor([deviations.get(n, math.nan) for n in documents.tolist()])
     z, counts = normal_quantile(tail), rows.sum(0).nan_to_num().long().tolist()
-    ends = [
-        (wilson(int(x * n), n, z)[0], wilson(math.ceil(x * n), n, z)[1])
-        for x, n in zip(score.nan_to_num().tolist(), counts, strict=True)
-    ]
+    ends = [wilson_of_ties(x * n, n, z) for x, n in zip(score.nan_to_num().tolist(), counts, strict=True)]
     least, most = torch.tensor(ends, dtype=torch.float64).unbind(-1)
     low, high = torch.minimum(score - half_width, least), torch.maximum(score + half_width, most)
     null = torch.full_like(score, 0.5)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyhead.cli.options import MachineName, optional, wide_console
+from polyhead.cli.options import MachineName, optional
+from polyhead.cli.terminal import wide_console
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:

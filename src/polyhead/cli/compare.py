@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polyhead.cli.options import optional
+from polyhead.cli.terminal import plain_console, plain_table, say
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -48,12 +49,9 @@ def compare(
     RUN@STEP is a step that `polyhead.training.RunDirectory` wrote. Differences of two steps are tested against the
     noise of the steps around each.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from polyhead.inspection.run_files import check_saved
 
-    console = Console(highlight=False)
+    console = plain_console()
     if most < 1:
         raise OptionError(f"--most must be at least 1, got {most}")
     for run in (before, after):
@@ -66,8 +64,8 @@ def compare(
     from polyhead.inspection.wording import loss_in_words
 
     first, second = _load(before), _load(after)
-    found = compared(first, second)
-    names = {change.name for change in (*found.changes, *found.undefined)}
+    comparison = compared(first, second)
+    names = {change.name for change in (*comparison.changes, *comparison.undefined)}
     stacked = has_stacks((*first.table.sites, *second.table.sites))
     if statistic is not None and statistic not in names:
         raise OptionError(
@@ -80,8 +78,8 @@ def compare(
         if "step" in inspection.facts:
             size = f", loss {inspection.facts['step_loss']:.4g}"
         console.print(f"{label}  {folder}{size}", markup=False, soft_wrap=not console.is_terminal)
-    significant, untested = found.significant(statistic), found.untested(statistic)
-    tested, exact = found.tested(statistic), found.exact(statistic)
+    significant, untested = comparison.significant(statistic), comparison.untested(statistic)
+    tested, exact = comparison.tested(statistic), comparison.exact(statistic)
     console.print(
         f"{sum(x.q <= FALSE_DISCOVERIES for x in tested)} of {len(tested)} tested values differ at a false discovery "
         f"rate of {FALSE_DISCOVERIES:.0%}, {sum(x.significant for x in tested)} of them by more than {MIN_CHANGE:.0%}:"
@@ -93,35 +91,35 @@ def compare(
     if changed := sum(x.significant for x in exact):
         columns = ", ".join(sorted({x.name for x in exact}))
         console.print(f"{changed} of {len(exact)} values computed from the weights alone ({columns}) differ")
-    heads = {change.head for change in found.changes}
+    heads = {change.head for change in comparison.changes}
     console.print(f"{len({x.head for x in significant})} of {len(heads)} common heads changed")
-    console.print(_sampling(found), style="dim")
-    if found.loss is not None:
-        loss, over = found.loss, first.facts.get("intervals_over", "documents")
+    console.print(_sampling(comparison), style="dim")
+    if comparison.loss is not None:
+        loss, over = comparison.loss, first.facts.get("intervals_over", "documents")
         sampling = f"paired over {loss.samples[0]} {over}" if loss.paired else "independent samples"
         console.print(
             f"{loss_in_words(first.facts['loss']).en} {loss.before:.4g} in A, {loss.after:.4g} in B, difference "
             f"{loss.difference:+.3g} nats, standard error {loss.error:.2g} ({sampling})"
         )
     for label, values in (("A", "before"), ("B", "after")):
-        missing = [x for x in found.undefined if math.isnan(getattr(x, values)) and statistic in (None, x.name)]
+        missing = [x for x in comparison.undefined if math.isnan(getattr(x, values)) and statistic in (None, x.name)]
         if missing:
             columns = ", ".join(sorted({x.name for x in missing}))
             places = list(dict.fromkeys(_in_both(x.head, x.head_after, stacked=stacked) for x in missing))
             more = f" and {len(places) - NAMED} more" if len(places) > NAMED else ""
-            console.print(
+            say(
+                console,
                 f"{len(missing)} values not compared, since they are NaN in {label} only: {columns} of "
                 f"{', '.join(places[:NAMED])}{more}",
-                style="yellow",
-                markup=False,
-                soft_wrap=True,
+                "yellow",
             )
-    for label, only in (("A", found.only_before), ("B", found.only_after)):
+    for label, only in (("A", comparison.only_before), ("B", comparison.only_after)):
         if len(only):
-            console.print(f"only in {label}: {', '.join(map(str, only))}", markup=False, soft_wrap=True)
-    if found.losses[0] != found.losses[1] and None not in found.losses:
+            say(console, f"only in {label}: {', '.join(map(str, only))}")
+    if comparison.losses[0] != comparison.losses[1] and None not in comparison.losses:
         console.print(
-            f"importance is not compared: its loss is {found.losses[0]} in A, {found.losses[1]} in B", style="dim"
+            f"importance is not compared: its loss is {comparison.losses[0]} in A, {comparison.losses[1]} in B",
+            style="dim",
         )
     large = (
         untested if statistic is not None else tuple(x for x in untested if x.relative > LARGE_CHANGE)[:UNTESTED_ROWS]
@@ -133,11 +131,7 @@ def compare(
             console.print(f"{len(skipped)} values of {columns} are not tested: no error estimate{listed}", style="dim")
         if not len(shown):
             continue
-        table = Table(box=None, pad_edge=False)
-        for column in ("head", "column"):
-            table.add_column(column)
-        for column in ("A", "B", "difference", "standard errors"):
-            table.add_column(column, justify="right")
+        table = plain_table(["head", "column"], ["A", "B", "difference", "standard errors"])
         for change in shown[:most]:
             errors = "not tested" if math.isnan(change.error) else "exact"
             errors = f"{abs(change.difference) / change.error:.1f}" if change.error > 0 else errors
@@ -161,7 +155,7 @@ def compare(
             f"not in {without} (--no-chance)",
             style="dim",
         )
-    for word, roles in (("gained", found.gained), ("lost", found.lost)):
+    for word, roles in (("gained", comparison.gained), ("lost", comparison.lost)):
         for head, role in roles:
             console.print(f"{named(head, stacked=stacked)} {word} the role {role}", markup=False)
 
@@ -188,14 +182,14 @@ def _load(run: Path) -> Inspection:
     return inspect_step(load_run(folder), step, folder.name)
 
 
-def _sampling(found: Comparison) -> str:
-    (one, two), (over, over_after) = found.samples, found.over
+def _sampling(comparison: Comparison) -> str:
+    (one, two), (over, over_after) = comparison.samples, comparison.over
     if over == over_after == "pairs of steps":
         few = ": too few for a reliable test, which needs 10 in each" if min(one, two) < 10 else ""
         return f"noise of a step from {one} pairs of neighbouring steps in A, {two} in B{few}"
-    if found.paired:
+    if comparison.paired:
         return f"paired tests over the {one} {over} of the same text"
-    note = ", one in eight tokens counts as independent" if "tokens" in found.over else ""
+    note = ", one in eight tokens counts as independent" if "tokens" in comparison.over else ""
     note += "; assumes that the texts share no documents"
     return f"tests of independent samples: {one:,} {over} in A, {two:,} {over_after} in B{note}"
 

@@ -20,7 +20,7 @@ from polyhead.cli.edit_options import (
     check_output,
     check_reading,
 )
-from polyhead.cli.edit_results import model_loader, show_edited, write_edited
+from polyhead.cli.edit_results import model_loader, report_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
 
@@ -67,11 +67,8 @@ def convert(
 
     Example: `polyhead convert smollm2 --kv-heads 1 --text corpus.txt --output smollm2-mqa`
     """
-    from rich.console import Console
-
     from polyhead.surgery.options import check_conversion
 
-    console = Console(highlight=False)
     with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         check_reading(text, field, context, tokens)
@@ -94,5 +91,4 @@ def convert(
             progress=progress,
         )
     summary = f"with {kv_heads} KV head{'s' * (kv_heads > 1)} in each of {len(edited.edits)} layers"
-    show_edited(edited, summary, console)
-    write_edited(edited, output, console, replace=replace)
+    report_edited(edited, summary, output, replace=replace)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import check_positive, check_text, optional
+from polyhead.cli.options import check_positive, check_text, known_dtype, optional
 from polyhead.errors import OptionError
 from polyhead.surgery.options import FORMS
 
@@ -76,7 +76,7 @@ Tokens = Annotated[
 TestText = Annotated[
     str | None,
     optional(
-        "Text to evaluate the edited model on, if that is not a part of --text held out: a file or folder, as --text.",
+        "Text to evaluate the edited model on, instead of a held-out part of --text: a file or folder.",
         "--test-text",
         metavar="FILE|DIR",
     ),
@@ -91,7 +91,10 @@ ResumeIn = Annotated[
 ]
 SavedDtype = Annotated[
     str | None,
-    optional("Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]"),
+    optional(
+        "Dtype of the weights: float32, bfloat16 or float16. [default: as saved, so that undo is bit-exact]",
+        callback=known_dtype,
+    ),
 ]
 
 

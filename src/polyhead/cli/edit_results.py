@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyhead.cli.options import check_dtype, default_device, say
+from polyhead.cli.options import default_device
+from polyhead.cli.terminal import plain_table, say, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,8 +38,6 @@ def model_loader(
     from polyhead.surgery.storage.saving import check_savable
     from polyhead.workflows.model_loading import ModelLoader, load_model
 
-    check_dtype(dtype)
-
     def load() -> LoadedModel:
         import torch
 
@@ -58,12 +57,7 @@ def model_loader(
 
 def show_preview(counted: Preview, form: str, console: Console) -> None:
     """Print a table of sizes and costs before and after the edits, and what the form makes of them."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("attention of the model")
-    for column in ("before", "after", "ratio"):
-        table.add_column(column, justify="right")
+    table = plain_table(["attention of the model"], ["before", "after", "ratio"])
     rows = {
         "heads": "heads",
         "KV heads": "kv_heads",
@@ -84,11 +78,13 @@ def show_preview(counted: Preview, form: str, console: Console) -> None:
         )
 
 
-def show_edited(edited: EditedModel, summary: str, console: Console) -> None:
-    """Print the edits, their effect on size and cost, and on the quality if that was measured."""
+def report_edited(edited: EditedModel, summary: str, output: Path | None, *, replace: bool) -> None:
+    """Print the edits and their effect on size, cost and quality, and save the edited model."""
+    console = wide_console()
     say(console, f"{edited.loaded}\n{summary}")
     show_preview(edited.preview, edited.form, console)
     show_quality(edited, console)
+    write_edited(edited, output, console, replace=replace)
 
 
 def show_quality(edited: EditedModel, console: Console) -> None:

@@ -6,44 +6,46 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from polyhead.inspection.vocabulary import role_of
+
 if TYPE_CHECKING:
     from rich.text import Text
 
     from polyhead.inspection import Inspection
     from polyhead.observation import AttentionSite
 
-# Two letters and a style per role, in the order of `vocabulary.ROLE_ORDER`: a head is drawn with its first role.
-ROLES = {
-    "induction": ("in", "bold white on magenta"),
-    "pronoun": ("pn", "bold black on bright_green"),
-    "agreement": ("ag", "bold black on green3"),
-    "duplicate-token": ("du", "bold white on dark_magenta"),
-    "same-meaning": ("me", "bold black on bright_magenta"),
-    "previous": ("pr", "bold white on blue"),
-    "next": ("ne", "bold black on bright_cyan"),
-    "self": ("se", "bold black on cyan"),
-    "positional": ("po", "bold white on dark_blue"),
-    "long-range": ("lr", "bold black on bright_blue"),
-    "rare-token": ("ra", "bold black on bright_yellow"),
-    "local": ("lo", "black on green"),
-    "delimiter": ("de", "black on yellow"),
-    "sink": ("si", "black on grey62"),
-    "broad": ("br", "black on grey82"),
+# Style per role, in the order of `vocabulary.ROLE_ORDER`: a head is drawn with its first role.
+STYLES = {
+    "induction": "bold white on magenta",
+    "pronoun": "bold black on bright_green",
+    "agreement": "bold black on green3",
+    "duplicate-token": "bold white on dark_magenta",
+    "same-meaning": "bold black on bright_magenta",
+    "previous": "bold white on blue",
+    "next": "bold black on bright_cyan",
+    "self": "bold black on cyan",
+    "positional": "bold white on dark_blue",
+    "long-range": "bold black on bright_blue",
+    "rare-token": "bold black on bright_yellow",
+    "local": "black on green",
+    "delimiter": "black on yellow",
+    "sink": "black on grey62",
+    "broad": "black on grey82",
     # What a head does to the logit of the token it attends to.
-    "copy": ("co", "black on bright_red"),
-    "anti-copy": ("ac", "white on red"),
+    "copy": "black on bright_red",
+    "anti-copy": "white on red",
 }
 NONE = ("··", "grey50")
 
 
-def picture(found: Inspection) -> Iterator[Text]:
+def picture(inspection: Inspection) -> Iterator[Text]:
     """Yield a grid per stack, with a row per layer and a cell per head; redundant heads are underlined."""
     from rich.text import Text
 
-    roles = {(x.site, x.head): x.roles for x in found.roles}
-    redundant = {x.head for x in found.redundant}
+    roles = {(x.site, x.head): x.roles for x in inspection.roles}
+    redundant = {x.head for x in inspection.redundant}
     stacks: dict[tuple[str, str], list[AttentionSite]] = {}
-    for site in dict.fromkeys(found.table.sites):
+    for site in dict.fromkeys(inspection.table.sites):
         stacks.setdefault((site.stack, site.kind), []).append(site)
     for (stack, kind), sites in stacks.items():
         heads = max(site.num_heads for site in sites)
@@ -61,25 +63,25 @@ def picture(found: Inspection) -> Iterator[Text]:
         yield drawn
 
 
-def legend(found: Inspection) -> Text:
+def legend(inspection: Inspection) -> Text:
     """Return the roles that occur, with their counts."""
     from rich.text import Text
 
-    counts = Counter(role for x in found.roles for role in x.roles)
+    counts = Counter(role for x in inspection.roles for role in x.roles)
     drawn = Text()
-    for role, (letters, style) in ROLES.items():
+    for role, style in STYLES.items():
         if counts[role]:
-            drawn.append(letters, style)
+            drawn.append(role_of(role).letters, style)
             drawn.append(f" {role} {counts[role]}  ")
-    none = sum(not x.roles for x in found.roles)
+    none = sum(not x.roles for x in inspection.roles)
     drawn.append(NONE[0], NONE[1])
     drawn.append(f" no role {none}")
-    if len(found.redundant):
+    if len(inspection.redundant):
         drawn.append("  ")
         drawn.append("··", "underline")
-        drawn.append(f" redundant within its layer {len(found.redundant)}")
+        drawn.append(f" redundant within its layer {len(inspection.redundant)}")
     return drawn
 
 
 def _cell(roles: frozenset[str]) -> tuple[str, str]:
-    return next((cell for role, cell in ROLES.items() if role in roles), NONE)
+    return next(((role_of(role).letters, style) for role, style in STYLES.items() if role in roles), NONE)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import shlex
-import textwrap
-from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,31 +12,31 @@ import typer
 
 from polyhead.cli.edit_options import ContextLength, Field
 from polyhead.cli.errors import resumable
+from polyhead.cli.inspect_results import report_inspection
 from polyhead.cli.inspect_runs import check_inputs, check_ray_options, requested_shard, resumed_settings, show_shard
 from polyhead.cli.options import (
     AllowPickle,
     Device,
     Dtype,
+    HtmlReport,
     Language,
+    ReadModel,
+    ShowTable,
     TrustRemoteCode,
     check_device,
-    check_dtype,
     check_positive,
     optional,
 )
 from polyhead.cli.progress_bars import ProgressBars
-from polyhead.cli.report import check_page, write
+from polyhead.cli.report import check_page
+from polyhead.cli.terminal import plain_console
 from polyhead.errors import OptionError
 from polyhead.inspection.run_files import REST
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from polyhead.inspection import Inspection
     from polyhead.workflows.sharded_inspecting import ShardReading
 
-TOP_KEYS = 5  # most attended tokens shown per head
-LEAST = 4  # least important heads shown
 # Options that a resumed run takes from the command line; permissions are never read from a file.
 _NOT_OF_THE_RUN = (
     "resume",
@@ -59,15 +55,7 @@ _NOT_OF_THE_RUN = (
 
 def inspect(
     command: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
-            show_default=False,
-        ),
-    ] = None,
+    model: ReadModel = None,
     text: Annotated[
         str | None,
         optional(
@@ -145,10 +133,8 @@ def inspect(
     ray_workers: Annotated[
         int | None, optional("Number of Ray workers. [default: one for each GPU, else for each CPU]", metavar="N")
     ] = None,
-    table: Annotated[
-        bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
-    ] = False,
-    html: Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")] = None,
+    table: ShowTable = False,
+    html: HtmlReport = None,
     lang: Language = "en",
     device: Device = None,
     dtype: Dtype = None,
@@ -177,21 +163,18 @@ def inspect(
 
     Example: `polyhead inspect smollm2 --text corpus.txt --save run --html report.html`
     """
-    from rich.console import Console
-
     from polyhead.cli.workers import joined_workers
     from polyhead.inspection.settings import Settings
     from polyhead.progress import ignore_progress
 
     if resume is not None:
         _check_alone(command)
-    check_dtype(dtype)
     check_positive("--worker-timeout", worker_timeout)
-    console = Console(highlight=False)
+    console = plain_console()
     folder = save if resume is None else resume
     # How a run is continued; a run of torchrun only by as many processes.
     how = "with: polyhead inspect" if ray is None else f"with: polyhead inspect --ray {ray}"
-    found: Inspection | None = None
+    inspection: Inspection | None = None
     reading: ShardReading | None = None
     with (
         joined_workers(command.command_path, worker_timeout) as workers,
@@ -199,7 +182,7 @@ def inspect(
         ExitStack() as stack,
     ):
         check_ray_options(ray, ray_workers, shard, workers)
-        check_page(html, lang)
+        language = check_page(html, lang)
         check_positive("--save-seconds", save_seconds, zero=True)
         if resume is not None:
             settings, part = resumed_settings(resume, workers, by_ray=ray is not None)
@@ -256,193 +239,20 @@ def inspect(
         with ProgressBars() if workers is None or workers.is_first else nullcontext(ignore_progress) as progress:
             if cluster is not None:
                 options |= {"workers": ray_workers, "seconds": worker_timeout}
-                found = inspect_with_ray(settings, cluster, folder=folder, progress=progress, **options)
+                inspection = inspect_with_ray(settings, cluster, folder=folder, progress=progress, **options)
             elif part is not None and folder is not None:
                 reading = inspect_shard(settings, part, folder, progress=progress, **options)
             elif workers is not None:
-                found = inspect_with_workers(settings, workers, folder=folder, progress=progress, **options)
+                inspection = inspect_with_workers(settings, workers, folder=folder, progress=progress, **options)
             else:
-                found = inspect_model(settings, folder=folder, progress=progress, **options)
+                inspection = inspect_model(settings, folder=folder, progress=progress, **options)
     if reading is not None and folder is not None:
         show_shard(reading, folder, console)
         if not reading.complete:
             raise typer.Exit(130)
-    if found is None:
+    if inspection is None:
         return  # of a shard, or printed by the first of the workers
-    show(found, console, table=table)
-    if folder is not None:
-        files = "heads.parquet, inspection.json, relations.safetensors, pictures.safetensors"
-        console.print(f"\nSaved to {folder}: {files}", markup=False)
-    if html is not None:
-        typer.echo(f"\n{write(html, found, lang)}")
-    if found.facts["interrupted"]:
-        raise typer.Exit(130)
-
-
-def show(found: Inspection, console: Console, *, table: bool = False) -> None:
-    """Print the summary of an inspection: its inputs, the grid of heads, and the findings."""
-    from polyhead.cli.heads_picture import legend, picture
-    from polyhead.costs.quantities import plural
-    from polyhead.inspection.identity import edits_of
-    from polyhead.inspection.vocabulary import column_of
-    from polyhead.inspection.wording import loss_in_words
-    from polyhead.workflows.evaluating import FEW
-
-    facts = found.facts
-    console.print(
-        f"{facts['model']}\n{facts['tokens']:,} tokens of {plural(facts['documents'], 'document')}, in contexts of "
-        f"up to {facts['context']}; {len(found.table)} heads; {facts['seconds']:.0f} s",
-        markup=False,
-    )
-    edits = edits_of(found.table.sites)
-    if edits is not None:
-        console.print(f"Edited, in head numbers of the original: {edits.en}", markup=False, soft_wrap=True)
-    if facts.get("materialised"):
-        from polyhead.observation.intercepted_calls import MATERIALISED
-
-        console.print(MATERIALISED.capitalize(), style="yellow", markup=False)
-    if facts["interrupted"] and not facts.get("read"):
-        console.print("Interrupted: results cover only the text read so far.", style="yellow")
-    if facts["unknown"] > 0.05:
-        console.print(
-            f"{facts['unknown']:.0%} of the tokens are unknown tokens, which the heads cannot distinguish.",
-            style="yellow",
-        )
-    if facts["intervals_over"] == "contexts" and 1 < facts["contexts"] < FEW:
-        console.print(
-            f"Intervals and standard errors are over fewer than {FEW} contexts, too few to be reliable; for "
-            "more, use a longer --text (read up to --tokens) or a smaller --context",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
-    for reason in facts["left_out"]:
-        console.print(f"Skipped: {reason}", style="yellow", markup=False)
-    if table:
-        names = [name for name in found.table.names if bool(found.table[name].any())]
-        shown = replace(found.table, names=tuple(names))
-        console.print(shown.to_text(console.width if console.is_terminal else None), markup=False, soft_wrap=True)
-        if zero := [name for name in found.table.names if name not in names]:
-            console.print(f"0 for every head: {', '.join(zero)}", style="dim", markup=False)
-        for name in names:
-            column = column_of(name, facts.get("loss"))
-            label, unit = column.label.en, column.unit.en
-            line = label if label.startswith(name.replace("_", " ")) else f"{name}: {label}"
-            line += f" ({unit})" if unit and unit not in label else ""
-            console.print(line, style="dim", markup=False, soft_wrap=True)
-        _show_top_keys(found, console)
-    for drawn in picture(found):
-        console.print()
-        console.print(drawn)
-    console.print(legend(found))
-    for line in _redundant(found):
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-    if facts.get("importance_tokens") is not None:
-        methods = [name for name in ("ablation", "gradient") if name in found.table.names]
-        measured = loss_in_words(facts["loss"], facts["importance_tokens"]).en
-        console.print(f"Importance by {' and '.join(methods)}: {measured}.", style="dim")
-        for line in _least_important(found, methods[0]):
-            console.print(line, style="dim", markup=False, soft_wrap=True)
-    if len(found.findings):
-        console.print("\n[bold]Main findings[/bold]")
-        for finding in found.findings:
-            line = textwrap.fill(str(finding), console.width, initial_indent="  • ", subsequent_indent="    ")
-            console.print(line, markup=False, soft_wrap=True)
-
-
-def _redundant(found: Inspection) -> Iterator[str]:
-    """Yield the redundant heads with the command that removes the first, or that there are none."""
-    from polyhead.analysis.redundancy import PREDICTABLE, THRESHOLD
-    from polyhead.inspection.heads import has_stacks
-    from polyhead.inspection.wording import place_of
-
-    table = found.table
-    shares = table.columns.get(PREDICTABLE)
-    if shares is None or not bool(shares.isfinite().any()):
-        return
-    stacked = has_stacks(table.sites)
-    if not len(found.redundant):
-        best = int(shares.nan_to_num(nan=-math.inf).argmax())
-        place = place_of((table.sites[best], table.heads[best]), stacked=stacked)
-        yield (
-            f"No redundant heads: the other heads of a layer predict less than {THRESHOLD:.0%} of each head's output "
-            f"linearly, on held-out tokens (at most {float(shares[best]):z.0%}, of {place})."
-        )
-        return
-    shown = [f"{place_of(x.head, stacked=stacked)} {x.share:.0%}" for x in found.redundant[:LEAST]]
-    are, their = ("is", "its") if len(shown) == 1 else ("are", "their")
-    yield (
-        f"{len(found.redundant)} of {len(table)} heads {are} redundant: the other heads of {their} layer predict at "
-        f"least {THRESHOLD:.0%} of {their} output linearly, on held-out tokens: {', '.join(shown)}"
-        f"{' and others' if len(found.redundant) > LEAST else ''}."
-    )
-    if not stacked:
-        site, head = found.redundant[0].head
-        command = f"polyhead prune {_model_of(found)} --heads L{site.layer}H{head} --form uneven --output FOLDER"
-        yield f"To remove the first and compensate with the other heads: {command}"
-
-
-def _least_important(found: Inspection, measure: str) -> Iterator[str]:
-    """Yield the least important heads with their standard errors, and the command that removes them."""
-    from polyhead.inspection.findings import least_important
-    from polyhead.inspection.heads import has_stacks
-    from polyhead.inspection.wording import place_of
-
-    table = found.table
-    values, errors = table[measure], table[f"{measure}_error"]
-    rows, among = least_important(found, measure, LEAST)
-    known = bool(errors[rows].isfinite().all())  # not over a single document
-    stacked = has_stacks(table.sites)
-    shown = [
-        f"{place_of((table.sites[row], table.heads[row]), stacked=stacked)} {float(values[row]):.2g}"
-        + (f" ± {float(errors[row]):.1g}" if known else "")
-        for row in rows
-    ]
-    yield f"Least important by {measure}: {', '.join(shown)}{'; ± is the standard error' if known else ''}."
-    if among is None:
-        yield "Without standard errors, which need two contexts, this order may be chance."
-    elif among > len(rows):
-        others = among - len(rows)
-        last = place_of((table.sites[rows[-1]], table.heads[rows[-1]]), stacked=stacked)
-        do = "head does" if others == 1 else "heads do"
-        yield f"{others} other {do} not differ significantly from the last of these, {last}."
-    if stacked:  # a command cannot name their heads
-        return
-    if measure == "gradient":
-        command = f"polyhead inspect {_model_of(found)} --importance ablation"
-        yield f"A head with a small gradient may still be needed; before you remove one: {command}"
-        return
-    heads = ",".join(f"L{table.sites[row].layer}H{table.heads[row]}" for row in rows)
-    yield f"To remove them: polyhead prune {_model_of(found)} --heads {heads} --form uneven --output FOLDER"
-
-
-def _model_of(found: Inspection) -> str:
-    """Return the model as an argument of a command."""
-    return shlex.quote(str(found.facts.get("name") or found.settings.model or "MODEL"))
-
-
-def _show_top_keys(found: Inspection, console: Console) -> None:
-    from polyhead.inspection.identity import described
-
-    if not len(found.top_keys):
-        return
-    console.print("\nMost attended tokens of each head, with their share of its attention")
-    width = max(
-        len(described((site, number))) for site, heads in found.top_keys.items() for number in range(len(heads))
-    )
-    stack = None
-    for site, heads in found.top_keys.items():
-        if site.stack != stack:
-            stack = site.stack
-            console.print(stack, markup=False)
-        for number, keys in enumerate(heads):
-            tokens = "  ".join(f"{_printable(key.text)} {key.share:.0%}" for key in keys[:TOP_KEYS])
-            console.print(f"{described((site, number)):>{width}}: {tokens}", markup=False, soft_wrap=True)
-
-
-def _printable(text: str) -> str:
-    """Escape control characters, which could move the cursor of a terminal."""
-    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+    report_inspection(inspection, folder, html, language, console, table=table)
 
 
 def _check_alone(command: typer.Context) -> None:

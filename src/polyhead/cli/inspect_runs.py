@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyhead.cli.options import check_positive, check_text, part_of
+from polyhead.cli.terminal import say
 from polyhead.errors import OptionError
 from polyhead.inspection.run_files import OBSERVATIONS, TABLE, check_new_run, worker_count
 from polyhead.sources.shards import WHOLE, Shard
@@ -56,10 +57,10 @@ def resumed_settings(folder: Path, workers: Workers | None, *, by_ray: bool = Fa
 
         own = saved_settings(folder)
         # A rank that was killed before its first write has none.
-        found = [x for x in workers.gather("the saved settings", own and own.to_dict()) if x is not None]
-        if not found:
+        saved = [x for x in workers.gather("the saved settings", own and own.to_dict()) if x is not None]
+        if not saved:
             raise OptionError(f"--resume must be the folder of a saved run, got {folder} without one")
-        return Settings.from_dict(found[0]), None
+        return Settings.from_dict(saved[0]), None
     if not path.exists():
         count = worker_count(folder)
         if count is not None and by_ray:
@@ -105,10 +106,10 @@ def check_inputs(settings: Settings, *, save: Path | None, folder: Path | None, 
 def show_shard(reading: ShardReading, folder: Path, console: Console) -> None:
     """Print how much of a shard was read, and the next command."""
     of = f"{reading.tokens:,} of its {reading.total:,} tokens; the text has {reading.of_text:,}"
-    console.print(f"Shard {reading.shard}: read {of}", markup=False, soft_wrap=True)
-    console.print(f"Saved to {folder}: {OBSERVATIONS}", markup=False, soft_wrap=True)
+    say(console, f"Shard {reading.shard}: read {of}")
+    say(console, f"Saved to {folder}: {OBSERVATIONS}")
     if reading.complete:
         command = f"polyhead merge-runs RUN... --output FOLDER, with the folders of all {reading.shard.count} shards"
-        console.print(f"To merge it with the others: {command}", markup=False, soft_wrap=True)
+        say(console, f"To merge it with the others: {command}")
     else:
-        console.print(f"To continue: polyhead inspect --resume {folder}", markup=False, soft_wrap=True)
+        say(console, f"To continue: polyhead inspect --resume {folder}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from polyhead.cli.edit_options import Model, Output, PreviewOnly, Replace, SavedDtype, SavedForm, Stack, check_output
-from polyhead.cli.edit_results import model_loader, show_edited, write_edited
+from polyhead.cli.edit_results import model_loader, report_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
 
@@ -37,11 +37,8 @@ def merge(
 
     Example: `polyhead merge minilm --heads L1H3+L1H7 --form uneven --output merged`
     """
-    from rich.console import Console
-
     from polyhead.geometry import parse_head_groups
 
-    console = Console(highlight=False)
     with ProgressBars() as progress:
         check_output(output, form, preview=preview, replace=replace, source=model)
         groups = parse_head_groups(heads)
@@ -58,5 +55,4 @@ def merge(
             stack=stack,
         )
     listed = ",".join("+".join(map(str, group)) for group in groups)
-    show_edited(edited, f"with heads {listed} merged", console)
-    write_edited(edited, output, console, replace=replace)
+    report_edited(edited, f"with heads {listed} merged", output, replace=replace)

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import AllowPickle, Language, TrustRemoteCode, optional
+from polyhead.cli.options import AllowPickle, HtmlReport, Language, ShowTable, TrustRemoteCode
 from polyhead.cli.progress_bars import ProgressBars
-from polyhead.cli.report import check_page, write
+from polyhead.cli.report import check_page
+from polyhead.cli.terminal import plain_console
 
 
 def merge_runs(
@@ -18,10 +19,8 @@ def merge_runs(
         typer.Argument(metavar="RUN...", help="Folders of all shards: of `polyhead inspect --shard I/N --save RUN`."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="New folder of the merged run.")],
-    table: Annotated[
-        bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
-    ] = False,
-    html: Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")] = None,
+    table: ShowTable = False,
+    html: HtmlReport = None,
     lang: Language = "en",
     allow_pickle: AllowPickle = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -34,13 +33,11 @@ def merge_runs(
 
     Example: `polyhead merge-runs run-1 run-2 run-3 --output run --html report.html`
     """
-    from rich.console import Console
-
-    from polyhead.cli.inspect import show
+    from polyhead.cli.inspect_results import report_inspection
     from polyhead.files import check_pyarrow
     from polyhead.inspection.run_files import TABLE, check_new_run, check_shards
 
-    check_page(html, lang)
+    language = check_page(html, lang)
     check_pyarrow(output / TABLE)
     check_shards(runs)
     check_new_run(output, "--output")
@@ -48,13 +45,7 @@ def merge_runs(
     from polyhead.workflows import sharded_inspecting
 
     with ProgressBars() as progress:
-        found = sharded_inspecting.merge_runs(
+        inspection = sharded_inspecting.merge_runs(
             runs, output, progress=progress, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
         )
-    console = Console(highlight=False)
-    show(found, console, table=table)
-    console.print(f"\nSaved to {output}", markup=False)
-    if html is not None:
-        typer.echo(f"\n{write(html, found, lang)}")
-    if found.facts["interrupted"]:
-        raise typer.Exit(130)
+    report_inspection(inspection, output, html, language, plain_console(), table=table)

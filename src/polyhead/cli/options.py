@@ -1,4 +1,4 @@
-"""Options shared by several commands: device, dtype, permissions, language."""
+"""Arguments and options shared by several commands: the model to read, device, dtype, permissions, pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from polyhead.analysis.languages import Language as LanguageCode
 
 
 def optional(help: str, *names: str, metavar: str | None = None, **options: Any) -> Any:
@@ -27,8 +27,28 @@ def writable_file(file: Path | None) -> Path | None:
     return file
 
 
-DTYPES = ("float32", "bfloat16", "float16")
+def known_dtype(dtype: str | None) -> str | None:
+    """Return the dtype of a model's weights, else raise; a callback of options."""
+    from polyhead.inspection.settings import DTYPES
 
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}")
+    return dtype
+
+
+ReadModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
+        "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
+        show_default=False,
+    ),
+]
+ShowTable = Annotated[
+    bool, typer.Option("--table", help="Also print all values per head, and its most attended tokens.")
+]
+HtmlReport = Annotated[Path | None, optional("Also write a self-contained HTML report.", metavar="FILE")]
 ResultFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write the results to this JSON file, with all samples.", callback=writable_file),
@@ -36,7 +56,8 @@ ResultFile = Annotated[
 Language = Annotated[str, typer.Option(metavar="en|zh", help="Initial language of the page; readers can switch.")]
 Device = Annotated[str | None, optional("Device: cpu, cuda, cuda:1, ... [default: a GPU if available]")]
 Dtype = Annotated[
-    str | None, optional("Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]")
+    str | None,
+    optional("Dtype: float32, bfloat16 or float16. [default: float32 on a CPU, else bfloat16]", callback=known_dtype),
 ]
 MachineName = Annotated[
     str | None,
@@ -51,31 +72,14 @@ TrustRemoteCode = Annotated[
 ]
 
 
-def wide_console() -> Console:
-    """Return a console for tables: files and pipes have no width, and a fixed one keeps tables from wrapping."""
-    from rich.console import Console
+def page_language(lang: str) -> LanguageCode:
+    """Return the language of a page; raise if pages are not available in it."""
+    from polyhead.analysis.languages import LANGUAGES
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=120, highlight=False)
-
-
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text as it is: without markup, and broken into lines by the terminal alone."""
-    console.print(text, style=style, markup=False, soft_wrap=True)
-
-
-def check_language(lang: str) -> None:
-    """Raise if pages are not available in this language."""
-    from polyhead.inspection.vocabulary import LANGUAGES
-
-    if lang not in LANGUAGES:
-        raise OptionError(f"--lang must be one of {', '.join(LANGUAGES)}; got {lang!r}")
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raise if this dtype is not supported."""
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {dtype!r}")
+    for language in LANGUAGES:
+        if lang == language:
+            return language
+    raise OptionError(f"--lang must be one of {', '.join(LANGUAGES)}; got {lang!r}")
 
 
 def default_device(device: str | None) -> str:

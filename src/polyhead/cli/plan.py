@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from polyhead.cli.options import Language, MachineName, check_language, optional, wide_console
+from polyhead.cli.options import Language, MachineName, optional, page_language
+from polyhead.cli.terminal import wide_console
 from polyhead.errors import OptionError
-
-if TYPE_CHECKING:
-    from polyhead.costs.layouts.model_layout import ModelLayout
 
 
 def plan(
@@ -98,10 +96,10 @@ def plan(
     from polyhead.costs.quantities import named_dtype, parse_dtype
     from polyhead.costs.timing.machine_files import find_machine
 
-    size_options = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
     _check_output(output)
-    check_language(lang)
-    _check_source(model, config, d_model, {**size_options, "--rotary": rotary or None})
+    language = page_language(lang)
+    sizes = {"--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--window": window}
+    _check_source(model, config, d_model, {**sizes, "--rotary": rotary or None})
     check_sizes(d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
     check_sizes(layers=layers, batch=batch, context=context)
     for name in (dtype, cache_dtype):
@@ -115,11 +113,27 @@ def plan(
 
     import polyhead
     from polyhead.cli.plan_table import draw
+    from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
     from polyhead.costs.timing.machine import Machine
 
     chosen = None if machine is None else Machine.load(machine)
+    source = config if model is None else model
+    if source is not None:
+        layout = read_layout(source, layers=layers, causal=causal)
+    else:
+        assert d_model is not None and heads is not None  # checked above
+        layout = from_sizes(
+            d_model,
+            heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            layers=1 if layers is None else layers,
+            causal=causal is not False,
+            window=window,
+            rotary=rotary,
+        )
     result = polyhead.plan(
-        _layout(model, config, d_model, size_options, layers, causal, rotary),
+        layout,
         context=context,
         batch=batch,
         dtype=None if dtype is None else named_dtype(dtype),
@@ -134,7 +148,7 @@ def plan(
         from polyhead.costs.comparison import compare
         from polyhead.report.plan_page import write_plan_page
 
-        written = write_plan_page(output, result, compare(result, chosen), language="zh" if lang == "zh" else "en")
+        written = write_plan_page(output, result, compare(result, chosen), language=language)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -164,35 +178,6 @@ def _check_source(model: str | None, config: Path | None, d_model: int | None, s
         raise OptionError(f"--config must be an existing file, got {config}")
     if d_model is not None and sizes["--heads"] is None:
         raise OptionError(f"--d-model requires --heads, got --d-model {d_model} without it")
-
-
-def _layout(
-    model: str | None,
-    config: Path | None,
-    d_model: int | None,
-    sizes: dict[str, int | None],
-    layers: int | None,
-    causal: bool | None,
-    rotary: bool,
-) -> ModelLayout:
-    from polyhead.costs.layouts.layout_sources import from_sizes, read_layout
-
-    source = model if model is not None else config
-    if source is not None:
-        return read_layout(source, layers=layers, causal=causal)
-    heads = sizes["--heads"]
-    assert d_model is not None
-    assert heads is not None
-    return from_sizes(
-        d_model,
-        heads,
-        kv_heads=sizes["--kv-heads"],
-        head_dim=sizes["--head-dim"],
-        layers=1 if layers is None else layers,
-        causal=causal is not False,
-        window=sizes["--window"],
-        rotary=rotary,
-    )
 
 
 def _check_output(output: Path | None) -> None:

@@ -24,7 +24,7 @@ from polyhead.cli.edit_options import (
     check_output,
     check_reading,
 )
-from polyhead.cli.edit_results import model_loader, show_edited, write_edited
+from polyhead.cli.edit_results import model_loader, report_edited
 from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.errors import OptionError
@@ -85,12 +85,9 @@ def prune(
 
     Example: `polyhead prune smollm2 --share 30% --text corpus.txt --output pruned`
     """
-    from rich.console import Console
-
     from polyhead.geometry import parse_heads
     from polyhead.surgery.options import check_selection
 
-    console = Console(highlight=False)
     if (heads is None) == (share is None):
         raise OptionError("specify either --heads or --share; got both or neither")
     with ProgressBars() as progress:
@@ -127,8 +124,7 @@ def prune(
         summary.append(_describe_layout(edited.preview, fraction))
     if edited.compensation:
         summary.append(edited.compensation)
-    show_edited(edited, "\n".join(summary), console)
-    write_edited(edited, output, console, replace=replace)
+    report_edited(edited, "\n".join(summary), output, replace=replace)
 
 
 def _share(text: str) -> float:

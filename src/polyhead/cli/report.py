@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyhead.cli.options import Language, check_language, optional
+from polyhead.cli.options import Language, optional, page_language
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
+    from polyhead.analysis.languages import Language as LanguageCode
     from polyhead.inspection import Inspection
 
 NAME = "polyhead-report.html"
@@ -49,7 +50,7 @@ def report(
     from polyhead.inspection.run_files import check_saved, is_training_run
     from polyhead.sources.packaged import run_folder
 
-    check_page(output, lang, "--output")
+    language = check_page(output, lang, "--output")
     folder = run_folder(run)
     page = output or (run / NAME if folder == run else Path(NAME))
     if is_training_run(folder):
@@ -59,37 +60,34 @@ def report(
         if syntax is not None:
             raise OptionError("--syntax is for the page of an inspection, got a training run")
         name = folder.resolve().name
-        written = write_training_page(page, load_run(folder), name, language="zh" if lang == "zh" else "en")
+        written = write_training_page(page, load_run(folder), name, language=language)
     else:
         check_saved(run)
 
         from polyhead.inspection import load_inspection
 
-        written = write(page, load_inspection(run), lang, syntax)
+        written = write(page, load_inspection(run), language, syntax)
     typer.echo(str(written))
     if show:
         typer.launch(written.as_uri())
 
 
-def check_page(path: Path | None, lang: str, option: str = "--html") -> None:
-    """Check the output file of an option and the language of a page, before any expensive work."""
+def check_page(path: Path | None, lang: str, option: str = "--html") -> LanguageCode:
+    """Check the output file of an option before any expensive work, and return the language of its page."""
     from polyhead.observation.run_folder import check_file
     from polyhead.report.page import Assets, check_place
 
-    check_language(lang)
-    if path is None:
-        return
-    if path.is_dir():
-        raise OptionError(f"{option} must be a file, got the folder {path}; use a file in it, such as {path / NAME}")
-    check_file(path, option)
-    check_place(path)
-    Assets.load()
+    if path is not None:
+        check_file(path, option)
+        check_place(path)
+        Assets.load()
+    return page_language(lang)
 
 
-def write(path: Path, inspection: Inspection, lang: str, syntax: Path | None = None) -> Path:
+def write(path: Path, inspection: Inspection, language: LanguageCode, syntax: Path | None = None) -> Path:
     """Write the page of an inspection and return its path."""
     from polyhead.report import write_page
     from polyhead.report.syntax_results import Syntax
 
     table = None if syntax is None else Syntax.load(syntax)
-    return write_page(path, inspection, language="zh" if lang == "zh" else "en", syntax=table)
+    return write_page(path, inspection, language=language, syntax=table)

@@ -22,9 +22,10 @@ from polyhead.cli.edit_options import (
 )
 from polyhead.cli.edit_results import model_loader, show_preview, show_quality, write_edited
 from polyhead.cli.errors import resumable
-from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional, say, wide_console
+from polyhead.cli.options import AllowPickle, Device, TrustRemoteCode, optional
 from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.shrink_curve import show_curve
+from polyhead.cli.terminal import say, wide_console
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,6 +6,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from polyhead.cli.line_plot import line_plot
+from polyhead.cli.terminal import plain_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,18 +18,12 @@ CURVES = ("least squares", "not compensated", "random, least squares")
 
 def show_curve(shrunk: ShrunkModel, console: Console) -> None:
     """Print the curve as a table and as a plot; over layouts if all layers have the same one."""
-    from rich.table import Table
-
     points = shrunk.curve
     by_layout = any(point.layout is not None for point in points)
     title = f"{shrunk.metric_description}, on the test set; original model {shrunk.original:.4g}"
-    table = Table(box=None, pad_edge=False, title=title)
-    if by_layout:
-        table.add_column("heads/KV heads", justify="right")
-    caches = any(point.size.cache is not None for point in points)
-    sizes = ("heads removed", "cache left", "FLOPs left") if caches else ("heads removed", "FLOPs left")
-    for column in (*sizes, *CURVES):
-        table.add_column(column, justify="right")
+    layouts = ["heads/KV heads"] if by_layout else []
+    caches = ["cache left"] if any(point.size.cache is not None for point in points) else []
+    table = plain_table([], [*layouts, "heads removed", *caches, "FLOPs left", *CURVES], title=title)
     means = [statistics.fmean(x.value for x in point.random) for point in points]
     for point, mean in zip(points, means, strict=True):
         deviation = statistics.stdev(x.value for x in point.random) if len(point.random) > 1 else 0.0

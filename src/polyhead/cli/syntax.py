@@ -10,8 +10,9 @@ import typer
 
 from polyhead.cli.edit_options import ResumeIn
 from polyhead.cli.errors import resumable
-from polyhead.cli.options import AllowPickle, TrustRemoteCode, check_device, wide_console
+from polyhead.cli.options import AllowPickle, ReadModel, TrustRemoteCode, check_device
 from polyhead.cli.progress_bars import ProgressBars
+from polyhead.cli.terminal import plain_table, wide_console
 from polyhead.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,14 +23,7 @@ TOP_HEADS = 3  # number of heads listed for each of word, phrase and sentence
 
 
 def syntax(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder of a transformers model, .gguf file, name on the Hugging Face hub, or a packaged model: "
-            "tiny, minilm, smollm2 (SmolLM2-135M-Instruct, quantised to Q4_1). [default: minilm]",
-            metavar="MODEL",
-        ),
-    ] = None,
+    model: ReadModel = None,
     treebank: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Treebank in CoNLL-U format, .conllu or .conllu.gz (required).")
     ] = None,
@@ -81,7 +75,7 @@ def syntax(
 
         check_device(device)
         with ProgressBars() as progress:
-            found = polyhead.syntax(
+            result = polyhead.syntax(
                 lambda: load_model(
                     model, device=device, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
                 ),
@@ -95,10 +89,10 @@ def syntax(
                 progress=progress,
             )
         if output is not None:
-            found.save(output)
-    typer.echo(f"{found.loaded}\n{found.aligned}", err=True)
-    _show(found.table)
-    _show_shares(found.shares, found.table.texts)
+            result.save(output)
+    typer.echo(f"{result.loaded}\n{result.aligned}", err=True)
+    _show(result.table)
+    _show_shares(result.shares, result.table.texts)
     if output is not None:
         typer.echo(f"saved to {output}")
 
@@ -117,32 +111,25 @@ def _check_output(output: Path | None) -> None:
 
 
 def _show(table: SyntaxTable) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = wide_console()
     header, body = table.cells()
-    drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(header):
-        drawn.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+    drawn = plain_table(header[:2], header[2:], no_wrap=True)
     for cells, entry in zip(body, table.entries, strict=True):
-        drawn.add_row(*cells, style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
-    wide_console().print(drawn)
+        drawn.add_row(*map(Text, cells), style={"better": "green", "worse": "dim"}.get(entry.verdict, ""))
+    console.print(drawn)
     console.print(f"\n{table.notes()}", soft_wrap=not console.is_terminal)
 
 
 def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from polyhead.analysis.syntax_table import FEW_WORDS
     from polyhead.geometry import name_with_origin
     from polyhead.observation.word_attention import SPANS
 
-    console = Console(highlight=False)
-    drawn = Table(box=None, pad_edge=False)
-    for index, name in enumerate(("inside the", "words", "head", "share", "95%", "same distances", "to others")):
-        drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    console = wide_console()
+    columns = ["words", "head", "share", "95%", "same distances", "to others"]
+    drawn = plain_table(["inside the"], columns, no_wrap=True)
     spans = [span for span in SPANS if shares.of(span)]
     for span in spans:
         for entry in shares.of(span)[:TOP_HEADS]:
@@ -155,6 +142,6 @@ def _show_shares(shares: Shares, texts: tuple[int, int]) -> None:
     halves = f"on {texts[0]:,} texts, evaluated on {texts[1]:,} held-out texts"
     title = f"The {TOP_HEADS} heads whose attention to other tokens exceeds its distances most {halves}:"
     console.print(f"\n{title}", soft_wrap=not console.is_terminal)
-    wide_console().print(drawn)
+    console.print(drawn)
     if few := [span for span in spans if shares.of(span)[0].words < FEW_WORDS]:
         console.print(f"Unreliable: {', '.join(few)}, with fewer than {FEW_WORDS} words.")

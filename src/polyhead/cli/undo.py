@@ -9,8 +9,8 @@ import typer
 
 from polyhead.cli.edit_options import Replace, SavedForm, check_output
 from polyhead.cli.edit_results import show_saved
-from polyhead.cli.options import say
 from polyhead.cli.progress_bars import ProgressBars
+from polyhead.cli.terminal import say, wide_console
 
 GENERATION = "generation_config.json"
 
@@ -33,12 +33,10 @@ def undo(
     Reverts all edits since the original. Fingerprints of the weights are checked before and after; a model that was
     trained in between is refused. Only an original that was itself an edited model may need another --form.
     """
-    from rich.console import Console
-
     from polyhead.progress import Progress
     from polyhead.surgery.storage.undo_folder import check_edited
 
-    console = Console(highlight=False)
+    console = wide_console()
     check_output(output, form, preview=False, replace=replace, source=folder)
     check_edited(folder.expanduser())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -16,17 +16,11 @@ from polyhead.cli.options import (
     Language,
     TrustRemoteCode,
     check_device,
-    check_dtype,
-    check_language,
     check_positive,
-    default_device,
     optional,
+    page_language,
 )
 from polyhead.errors import OptionError
-
-if TYPE_CHECKING:
-    from polyhead.report.viewer.viewing import Viewer
-
 
 # Names that occur twice show previous-token, duplicate-token and induction heads, and whom a pronoun refers to.
 EXAMPLE = "When Mary and John went to the store, John gave a drink to Mary because she was thirsty."
@@ -36,7 +30,7 @@ def view(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN|MODEL]",
+            metavar="RUN|MODEL",
             help="Run folder written by `polyhead inspect --save`, to show its model with head roles, or by "
             "`polyhead.training.RunDirectory`, or tiny-run, to show the steps of training; or a model: folder, .gguf "
             "file, name on the Hugging Face hub, tiny, minilm or smollm2. [default: minilm]",
@@ -76,8 +70,7 @@ def view(
     from polyhead.sources.model_source import find_source
     from polyhead.sources.packaged import run_folder
 
-    check_language(lang)
-    check_dtype(dtype)
+    language = page_language(lang)
     if cache < 0:
         raise OptionError(f"--cache must be at least 0 MiB, got {cache}")
     if not 0 <= port < 1 << 16:
@@ -97,25 +90,40 @@ def view(
 
         from polyhead.report.viewer.serve import serve_run
 
-        serve_run(folder, language="zh" if lang == "zh" else "en", port=port, ready=ready)
+        serve_run(folder, language=language, port=port, ready=ready)
         return
-    if what is None or not _is_run(Path(what)):
+    inspected = Path(what) if what is not None and _is_run(Path(what)) else None
+    if inspected is None:
         find_source(what)
     initial_text = EXAMPLE if text is None else _content(text)  # errors are reported before a model is loaded
 
-    from polyhead.report.viewer.serve import serve
+    import torch
 
-    check_device(device)
-    viewer = _viewer(
-        what,
-        context=context,
-        cache_bytes=cache << 20,
-        lang="zh" if lang == "zh" else "en",
+    from polyhead.inspection import load_inspection
+    from polyhead.report import page_of
+    from polyhead.report.viewer.model import ViewedModel
+    from polyhead.report.viewer.serve import check_installed, serve
+    from polyhead.report.viewer.viewing import Viewer
+    from polyhead.workflows.model_loading import load_model
+
+    device = check_device(device)
+    check_installed()
+    run: dict[str, Any] | None = None
+    name, model_dtype = what, dtype
+    if inspected is not None:
+        # Permissions of a run are not inherited: its folder may come from somebody else.
+        inspection = load_inspection(inspected)
+        run = page_of(inspection, language=language)
+        name, model_dtype = inspection.settings.model, dtype or inspection.settings.dtype
+    typer.echo("Loading the model ...", err=True)
+    loaded = load_model(
+        name,
         device=device,
-        dtype=dtype,
+        dtype=None if model_dtype is None else getattr(torch, model_dtype),
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
+    viewer = Viewer(ViewedModel(loaded, context=context), cache_bytes=cache << 20, run=run, lang=language)
     if text is not None or viewer.model.knows_words(EXAMPLE):
         typer.echo(f"Reading {'an example' if text is None else text} ...", err=True)
         viewer.put("A", viewer.model.trace("A", initial_text, ()))
@@ -129,47 +137,6 @@ def _has_display() -> bool:
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
 
 
-def _viewer(
-    what: str | None,
-    *,
-    context: int | None,
-    cache_bytes: int,
-    lang: Literal["en", "zh"],
-    device: str | None,
-    dtype: str | None,
-    allow_pickle: bool,
-    trust_remote_code: bool,
-) -> Viewer:
-    import torch
-
-    from polyhead.report.viewer.model import ViewedModel
-    from polyhead.report.viewer.serve import check_installed
-    from polyhead.report.viewer.viewing import Viewer
-    from polyhead.workflows.model_loading import load_model
-
-    check_installed()
-    run: dict[str, Any] | None = None
-    name, model_dtype = what, dtype
-    if what is not None and _is_run(Path(what)):
-        from polyhead.inspection import load_inspection
-        from polyhead.report import page_of
-        from polyhead.report.packing import plain
-
-        # Permissions of a run are not inherited: its folder may come from somebody else.
-        inspection = load_inspection(Path(what))
-        run = plain(page_of(inspection, language=lang))
-        name, model_dtype = inspection.settings.model, dtype or inspection.settings.dtype
-    typer.echo("Loading the model ...", err=True)
-    loaded = load_model(
-        name,
-        device=default_device(device),
-        dtype=None if model_dtype is None else getattr(torch, model_dtype),
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-    )
-    return Viewer(ViewedModel(loaded, context=context), cache_bytes=cache_bytes, run=run, lang=lang)
-
-
 def _is_run(folder: Path) -> bool:
     from polyhead.inspection.run_files import OBSERVATIONS, REST
 
@@ -177,7 +144,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _content(path: Path) -> str:
-    from polyhead.report.viewer.limits import TEXT_BYTES
+    from polyhead.report.viewer.request_fields import TEXT_BYTES
 
     try:
         # The path may be a pipe without end.

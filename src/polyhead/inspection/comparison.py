@@ -208,7 +208,7 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
             changes.append(Change(head, head_after, name, *values, *error))
     gained, lost = _roles(before, after, matching) if same_chance(before, after) else ((), ())
     (samples, over), (samples_after, over_after) = _samples(before), _samples(after)
-    found = Comparison(
+    comparison = Comparison(
         tuple(changes),
         gained,
         lost,
@@ -221,9 +221,9 @@ def compare(before: Inspection, after: Inspection) -> Comparison:
         _loss_change(before.facts, after.facts, same_batches),
         tuple(undefined),
     )
-    tested = found.tested()
+    tested = comparison.tested()
     q = dict(zip(map(id, tested), adjusted([change.p for change in tested]), strict=True))
-    return replace(found, changes=tuple(replace(x, q=q.get(id(x), math.nan)) for x in found.changes))
+    return replace(comparison, changes=tuple(replace(x, q=q.get(id(x), math.nan)) for x in comparison.changes))
 
 
 def _importance_batches(inspection: Inspection) -> tuple[Any, ...]:

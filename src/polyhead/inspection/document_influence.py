@@ -44,12 +44,12 @@ def _by_site(
             if name in names:
                 sums, rows = (evidence.column(column)[:, :-1].cpu() for column in columns)
                 values.setdefault(site, {})[name] = of(sums, rows, evidence.documents)
-    for name, totals in ({} if importance is None else importance.totals).items():
-        assert importance is not None
-        of_heads = of(totals, importance.weights[:, None], importance.documents.to(totals.device))
-        for site in dict.fromkeys(importance.sites):
-            of_site = torch.full((len(of_heads), site.num_heads), torch.nan, dtype=torch.float64)
-            rows_of_site = [row for row, x in enumerate(importance.sites) if x == site]
-            of_site[:, [importance.heads[row] for row in rows_of_site]] = of_heads[:, rows_of_site].cpu()
-            values.setdefault(site, {})[name] = of_site
+    if importance is not None:
+        for name, totals in importance.totals.items():
+            of_heads = of(totals, importance.weights[:, None], importance.documents.to(totals.device))
+            for site in dict.fromkeys(importance.sites):
+                of_site = torch.full((len(of_heads), site.num_heads), torch.nan, dtype=torch.float64)
+                rows_of_site = [row for row, x in enumerate(importance.sites) if x == site]
+                of_site[:, [importance.heads[row] for row in rows_of_site]] = of_heads[:, rows_of_site].cpu()
+                values.setdefault(site, {})[name] = of_site
     return {site: {name: x.float().cpu() for name, x in values.get(site, {}).items()} for site in table.sites}

@@ -45,12 +45,13 @@ def findings(inspection: Inspection, limit: int = MAX_FINDINGS) -> tuple[Finding
         _extremes(inspection),
     ]
     result: list[Finding] = []
+    stacked = has_stacks(inspection.table.sites)
     while len(result) < limit:
         before = len(result)
         for kind in kinds:
             finding = next(kind, None)
             if finding is not None and len(result) < limit:
-                result.append(replace(finding, basis=_basis(inspection, finding)))
+                result.append(replace(finding, stacked=stacked, basis=_basis(inspection, finding)))
         if len(result) == before:
             break
     return tuple(result)
@@ -106,10 +107,6 @@ def _largest(values: Tensor) -> int | None:
     return int(first) if same else None
 
 
-def _is_stacked(inspection: Inspection) -> bool:
-    return has_stacks(inspection.table.sites)
-
-
 def _clearest(inspection: Inspection) -> Iterator[Finding]:
     scored: list[tuple[int, float, HeadRoles, RoleScore]] = []
     for head in inspection.roles:
@@ -121,27 +118,27 @@ def _clearest(inspection: Inspection) -> Iterator[Finding]:
         if score.role not in reported:
             reported.add(score.role)
             values = {name: getattr(score, name) for name in EVIDENCE if getattr(score, name) is not None}
-            yield Finding("role", ((head.site, head.head),), None, values, _is_stacked(inspection))
+            yield Finding("role", ((head.site, head.head),), None, values)
 
 
 def _redundant(inspection: Inspection) -> Iterator[Finding]:
     """Yield the redundant heads, each with the head that alone predicts most of it, if one does; a pair once."""
     reported: set[frozenset[Head]] = set()
-    for found in inspection.redundant:
-        site, head = found.head
+    for redundant in inspection.redundant:
+        site, head = redundant.head
         halves = inspection.halves.get(site, {})
         share, alone = (float(halves[x][:, head].min()) if x in halves else math.nan for x in (PREDICTABLE, ALONE))
         if not share >= THRESHOLD:
             continue
-        heads: tuple[Head, ...] = (found.head,)
-        values: dict[str, float | str] = {"share": found.share}
+        heads: tuple[Head, ...] = (redundant.head,)
+        values: dict[str, float | str] = {"share": redundant.share}
         if alone >= MOSTLY:
-            heads = (found.head, found.other)
-            relation = "linear_map" if abs(found.cosine) < SAME else "same" if found.cosine > 0 else "opposite"
-            values |= {"relation": relation, "alone": found.share_of_other, "cosine": found.cosine}
+            heads = (redundant.head, redundant.other)
+            relation = "linear_map" if abs(redundant.cosine) < SAME else "same" if redundant.cosine > 0 else "opposite"
+            values |= {"relation": relation, "alone": redundant.share_of_other, "cosine": redundant.cosine}
         if frozenset(heads) not in reported:
             reported.add(frozenset(heads))
-            yield Finding("redundant", heads, PREDICTABLE, values, _is_stacked(inspection))
+            yield Finding("redundant", heads, PREDICTABLE, values)
 
 
 def _importance(inspection: Inspection) -> Iterator[Finding]:
@@ -160,7 +157,7 @@ def _importance(inspection: Inspection) -> Iterator[Finding]:
         }
         if median > _median_half_width(inspection, measure) and bool((medians > 0).all()):
             numbers["times"] = float((values[:, best] / medians).min())
-        yield Finding("importance", (_head(inspection, best),), measure, numbers, _is_stacked(inspection))
+        yield Finding("importance", (_head(inspection, best),), measure, numbers)
 
 
 def _median_half_width(inspection: Inspection, measure: str) -> float:
@@ -185,7 +182,7 @@ def _common(inspection: Inspection) -> Iterator[Finding]:
         if rows:
             heads = tuple(_head(inspection, row) for row in rows)
             values = {"count": len(rows), "of": len(table)}
-            yield Finding(kind, heads, column, values, _is_stacked(inspection))
+            yield Finding(kind, heads, column, values)
 
 
 def _extremes(inspection: Inspection) -> Iterator[Finding]:
@@ -195,7 +192,7 @@ def _extremes(inspection: Inspection) -> Iterator[Finding]:
         best = _largest(_halves(inspection, column)) if column in table.columns else None
         if best is not None:
             numbers = {"value": float(table[column][best])}
-            yield Finding("extreme", (_head(inspection, best),), column, numbers, _is_stacked(inspection))
+            yield Finding("extreme", (_head(inspection, best),), column, numbers)
 
 
 def _head(inspection: Inspection, row: int) -> Head:

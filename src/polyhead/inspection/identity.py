@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polyhead.geometry import HeadId
-from polyhead.inspection.heads import Head, named
-from polyhead.inspection.vocabulary import Language, Text
+from polyhead.inspection.heads import Head, has_stacks, named
+from polyhead.inspection.vocabulary import Text
 from polyhead.observation import AttentionSite
 
 
@@ -33,20 +33,10 @@ def originally(head: Head) -> Text | None:
     )
 
 
-def described(head: Head, language: Language = "en") -> str:
-    """Return the name of a head, followed by its origin if that differs.
-
-    >>> described((AttentionSite("layer.2", "self", "layer.*", 2, 12), 7))
-    'L2H7'
-    """
-    origin = originally(head)
-    return named(head) if origin is None else f"{named(head)} ({origin[language]})"
-
-
 def edits_of(sites: Iterable[AttentionSite]) -> Text | None:
     """Return the removed, merged and added heads by their original numbers; None if no layer was edited."""
     edited = [site for site in dict.fromkeys(sites) if site.origins is not None]
-    several = len({(site.stack, site.kind) for site in edited}) > 1
+    several = has_stacks(edited)
     parts: dict[str, list[str]] = {"removed": [], "merged": [], "new": [], "zeros": []}
     moved = 0
     for site in edited:

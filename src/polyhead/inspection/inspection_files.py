@@ -50,6 +50,7 @@ FORMAT = 8  # `earlier_formats` upgrades 2 to 7; 1 is no longer supported
 # Fields of an inspection in the JSON file, next to `settings` and `facts`. Their tensors, and all other fields, are in
 # the other files.
 _IN_JSON = ("roles", "pairs", "findings", "head_maps", "top_keys", "examples")
+_PREFIXES = {"spectra": "spectrum.", "influence": "influence.", "halves": "halves."}  # of tensors, by field
 # Sentences that are written beside the fields of a value.
 _SENTENCES: dict[type, tuple[str, Callable[[Any], str]]] = {
     Finding: ("text", str),
@@ -166,8 +167,7 @@ def _inspection(
         {**x, "weights": dict(sorted(with_prefix(pictures, f"example.{number}.").items(), key=lambda x: int(x[0])))}
         for number, x in enumerate(rest["examples"])
     ]
-    values["spectra"] = _by_number(with_prefix(pictures, "spectrum."))
-    values |= {name: _by_number(with_prefix(pictures, f"{name}.")) for name in ("influence", "halves")}
+    values |= {name: _by_number(with_prefix(pictures, prefix)) for name, prefix in _PREFIXES.items()}
     values = {name: _read(x, _hints(Inspection)[name], sites) for name, x in values.items()}
     settings, facts = Settings.from_dict(rest["settings"]), check_facts(rest["facts"])
     return build(Inspection, {"settings": settings, "facts": facts, "table": table, "relations": relations, **values})
@@ -240,9 +240,8 @@ def _at(sites: list[AttentionSite], number: int) -> AttentionSite:
 def _pictures(inspection: Inspection, index: Mapping[AttentionSite, int]) -> dict[str, Tensor]:
     maps = {site: {"map": x.map, "offsets": x.offsets} for site, x in inspection.head_maps.items()}
     pictures = _numbered(maps, index)
-    pictures |= {f"spectrum.{name}": x for name, x in _numbered(inspection.spectra, index).items()}
-    pictures |= {f"influence.{name}": x for name, x in _numbered(inspection.influence, index).items()}
-    pictures |= {f"halves.{name}": x for name, x in _numbered(inspection.halves, index).items()}
+    for field, prefix in _PREFIXES.items():
+        pictures |= {f"{prefix}{name}": x for name, x in _numbered(getattr(inspection, field), index).items()}
     for number, example in enumerate(inspection.examples):
         pictures |= {f"example.{number}.{index[site]}": weights for site, weights in example.weights.items()}
     return pictures

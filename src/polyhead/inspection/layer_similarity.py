@@ -186,10 +186,9 @@ def extend_table(table: HeadProfile, parts: Sequence[SiteTensors], importance: I
         for site, of_site in part.items():
             for name, column in of_site.items():
                 values.setdefault(name, {}).update({(site, head): x for head, x in enumerate(column.tolist())})
-    for name in () if importance is None else importance.columns:
-        assert importance is not None
-        heads = zip(importance.sites, importance.heads, strict=True)
-        values[name] = dict(zip(heads, importance[name].tolist(), strict=True))
+    if importance is not None:
+        heads = list(zip(importance.sites, importance.heads, strict=True))
+        values |= {name: dict(zip(heads, importance[name].tolist(), strict=True)) for name in importance.columns}
     rows = list(zip(table.sites, table.heads, strict=True))
     more = {
         name: torch.tensor([by_head.get(row, math.nan) for row in rows], dtype=torch.float64)
@@ -206,7 +205,7 @@ def extend_matrices(
     extended = {site: dict(values) for site, values in matrices.items()}
     for site, matrix in distances.items():
         extended.setdefault(site, {})["attention_distance"] = matrix
-    for site in () if importance is None else importance.overlaps:
-        assert importance is not None
-        extended.setdefault(site, {})["gradient_overlap"] = importance.overlap(site).cpu()
+    if importance is not None:
+        for site in importance.overlaps:
+            extended.setdefault(site, {})["gradient_overlap"] = importance.overlap(site).cpu()
     return extended

@@ -65,8 +65,9 @@ def match_heads(before: Inspection, after: Inspection) -> Matching:
         )
     pairs: list[tuple[Head, Head]] = []
     only: tuple[list[Unmatched], list[Unmatched]] = ([], [])
+    known = "edited" in before.facts, "edited" in after.facts  # whether the run recorded the identity of heads
     for place in both:
-        one, other = _origins(before, after, place)
+        one, other = _origins(heads_before[place][0], heads_after[place][0], known)
         same = one == other
         candidates = {_key(other, head, same): (heads_after[place][0], head) for head in heads_after[place][1]}
         for head in heads_before[place][1]:
@@ -80,7 +81,7 @@ def match_heads(before: Inspection, after: Inspection) -> Matching:
             if place not in others:
                 unmatched.extend(Unmatched((site, head), "not read") for head in heads)
     stacked = has_stacks((*before.table.sites, *after.table.sites))
-    return Matching(tuple(pairs), *(tuple(replace(x, stacked=stacked) for x in found) for found in only))
+    return Matching(tuple(pairs), *(tuple(replace(x, stacked=stacked) for x in heads) for heads in only))
 
 
 _Place = tuple[str, str]
@@ -94,25 +95,18 @@ def _heads(inspection: Inspection) -> _Heads:
     return heads
 
 
-def _origins(before: Inspection, after: Inspection, place: _Place) -> tuple[HeadOrigins, HeadOrigins]:
+def _origins(before: AttentionSite, after: AttentionSite, known: tuple[bool, bool]) -> tuple[HeadOrigins, HeadOrigins]:
     """Return the origins of a layer's heads in both; raise an OptionError if the layers have no common original."""
-    (one, known), (other, other_known) = (_layer_origins(inspection, place) for inspection in (before, after))
+    one, other = (site.origins or HeadOrigins.unedited(site.num_heads) for site in (before, after))
     why = ""
     if one.total != other.total:
         why = f"the unedited layer had {one.total} heads in A and {other.total} in B"
-    elif not (known and other_known) and one != other and len(one.heads) == len(other.heads):
-        why = f"{'B' if known else 'A'} was saved by a version that did not record the identity of heads"
+    elif not all(known) and one != other and len(one.heads) == len(other.heads):
+        why = f"{'B' if known[0] else 'A'} was saved by a version that did not record the identity of heads"
     if why:
-        hint = "" if known and other_known else "; inspect the models again if one is an edited version of the other"
-        raise OptionError(f"heads can be compared if their identity is known, got {place[0]!r}, where {why}{hint}")
+        hint = "" if all(known) else "; inspect the models again if one is an edited version of the other"
+        raise OptionError(f"heads can be compared if their identity is known, got {before.name!r}, where {why}{hint}")
     return one, other
-
-
-def _layer_origins(inspection: Inspection, place: _Place) -> tuple[HeadOrigins, bool]:
-    """Return the origins of a layer's heads, and whether the run recorded the identity of heads at all."""
-    sites = inspection.table.sites
-    site = next(site for site in sites if (site.name, site.kind) == place)
-    return site.origins or HeadOrigins.unedited(site.num_heads), "edited" in inspection.facts
 
 
 def _key(origins: HeadOrigins, head: int, same: bool) -> object:

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from polyhead.analysis.roles import HeadRoles
-from polyhead.inspection.heads import RedundantHead
 from polyhead.inspection.identity import edits_of
 from polyhead.inspection.vocabulary import ROLE_ORDER, role_of
-from polyhead.inspection.wording import Finding, place_of
-from polyhead.observation import AttentionSite, HeadProfile
+from polyhead.inspection.wording import place_of
+from polyhead.observation import AttentionSite
 from polyhead.observation.cards import Cell, folded, grids
 from polyhead.observation.head_profile import cards_html, table_html
+
+if TYPE_CHECKING:
+    from polyhead.inspection.result import Inspection
 
 NO_ROLE = "··"
 
 
-def inspection_html(
-    facts: Mapping[str, Any],
-    table: HeadProfile,
-    head_roles: Sequence[HeadRoles],
-    redundant: Sequence[RedundantHead],
-    findings: Sequence[Finding],
-) -> str:
+def inspection_html(inspection: Inspection) -> str:
     """Return the HTML fragment; it has no script, and details are collapsed by default."""
+    facts, table, redundant = inspection.facts, inspection.table, inspection.redundant
     edits = edits_of(table.sites)
     summary = f"{facts['tokens']:,} tokens of {facts['documents']} documents; {len(table)} heads"
     summary += "" if edits is None else f"; edited: {edits.en}"
-    items = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in findings)
-    by_head = {(x.site, x.head): x for x in head_roles}
+    items = "".join(f"<li>{html.escape(str(finding))}</li>" for finding in inspection.findings)
+    by_head = {(x.site, x.head): x for x in inspection.roles}
 
     def cell(site: AttentionSite, head: int) -> Cell | None:
         of_head = by_head.get((site, head))
@@ -45,7 +40,7 @@ def inspection_html(
         return [*lines, *(f"redundant: the other heads of its layer predict {x:.0%} of its output" for x in shares)]
 
     grid = grids(list(dict.fromkeys(table.sites)), cell) if len(by_head) else ""
-    used = [role for role in ROLE_ORDER if any(role in x.roles for x in head_roles)]
+    used = [role for role in ROLE_ORDER if any(role in x.roles for x in inspection.roles)]
     legend = "; ".join(f"{role_of(role).letters} {role}: {role_of(role).about.en}" for role in used)
     return (
         f"<p><strong>{html.escape(str(facts['model']))}</strong><br>{html.escape(summary)}</p>"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.analysis.importance import Importance, Masked, ablate, gradient_scores
+from polyhead.analysis.languages import LANGUAGES
 from polyhead.analysis.pronouns import AGREEMENT, CUES, PronounTable, pronoun_table, pronoun_texts
 from polyhead.analysis.roles import HeadRoles, evidence_of, head_roles
 from polyhead.analysis.roles_copying import Words, copying_scores
@@ -63,7 +64,7 @@ class Probes:
     left_out: list[Reason] = field(default_factory=list)
 
     def head_projections(self, model: nn.Module) -> dict[AttentionSite, HeadProjections]:
-        batch = next(self.reader.batches())
+        batch = next(iter(self.reader.batches()))
         short_batch = dataclasses.replace(batch, ids=batch.ids[:1, :16], mask=batch.mask[:1, :16])
         projections = find_projections(model, lambda: self.reader.call(short_batch, model))
         layers = self.settings.layers
@@ -92,8 +93,8 @@ class Probes:
 
     def _has(self, batch: Batch, seed: int, hashes: Tensor) -> bool:
         non_padding = batch.mask.bool()
-        found = token_hashes(self.reader.metadata(batch), non_padding, seed)[non_padding]
-        return bool(torch.isin(found, hashes).any())
+        of_batch = token_hashes(self.reader.metadata(batch), non_padding, seed)[non_padding]
+        return bool(torch.isin(of_batch, hashes).any())
 
     def examples(self) -> tuple[Example, ...]:
         """Return all attention weights of a few short excerpts."""
@@ -104,8 +105,8 @@ class Probes:
     def distances(self) -> dict[AttentionSite, Tensor]:
         """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
-        found = self.watched(self.loaded.model, batches, AttentionDistances(), "compare attention of heads")
-        states = states_of(found.collected, "distances", SiteDistances)
+        observations = self.watched(self.loaded.model, batches, AttentionDistances(), "compare attention of heads")
+        states = states_of(observations.collected, "distances", SiteDistances)
         return {site: state.compute() for site, state in states.items()}
 
     def repeated(self, model: nn.Module) -> dict[AttentionSite, HeadEvidence] | None:
@@ -116,8 +117,8 @@ class Probes:
             self.left_out.append(Reason("repeated_words", {"least": min(BLOCKS), "room": room, "words": words}))
             return None
         batches = list(repeated_batches(tokenizer, self.reader.classes, seed=self.settings.seed, context=context))
-        found = self.watched(model, batches, EvidenceCollector(only="pairs"), "read repeated words")
-        return evidence_of(found.collected)
+        observations = self.watched(model, batches, EvidenceCollector(only="pairs"), "read repeated words")
+        return evidence_of(observations.collected)
 
     def pronouns(self) -> dict[str, PronounTable]:
         """Return the pronoun scores, from sentences in the languages that the tokenizer knows.
@@ -125,8 +126,8 @@ class Probes:
         Of all that agreement in gender or number decides, and by what decides; none of fewer than two templates. There
         is no baseline with random weights, as chance is known exactly here.
         """
-        tokenizer, everything = self.loaded.tokenizer, pronoun_sentences()
-        by_language = [[x for x in everything if x.language == language] for language in ("en", "zh")]
+        tokenizer = self.loaded.tokenizer
+        by_language = [pronoun_sentences(language) for language in LANGUAGES]
         known = [some for some in by_language if knows(tokenizer, "\n".join(x.text for x in some))]
         sentences = [sentence for some in known for sentence in some]
         try:
@@ -135,8 +136,8 @@ class Probes:
             self.left_out.append(Reason("pronoun_error", {"error": str(error)}))
             return {}
         if len(set(texts.frames)) < 2:
-            fields = {"sentences": len(everything), "readable": len(texts.contexts), "context": self.reader.text.length}
-            self.left_out.append(Reason("pronoun_sentences", fields))
+            sizes = {"sentences": sum(map(len, by_language)), "readable": len(texts.contexts)}
+            self.left_out.append(Reason("pronoun_sentences", {**sizes, "context": self.reader.text.length}))
             return {}
         if self.loaded.kind in ("causal", "decoder"):
             texts = texts.without_endings()
@@ -162,13 +163,13 @@ class Probes:
         """Return the path from head outputs to logits, for the roles copy and anti-copy."""
         if self.loaded.kind != "causal" or not head_projections:
             return None
-        model, batch = self.loaded.model, next(self.reader.batches())
+        model, batch = self.loaded.model, next(iter(self.reader.batches()))
         inputs = {"input_ids": batch.ids[:1, :16], "attention_mask": batch.mask[:1, :16]}
         inputs = {name: x.to(next(model.parameters()).device) for name, x in inputs.items()}
-        found = find_direct_logits(model, lambda: model(**inputs, use_cache=False), head_projections)
-        if found is None or not found.outputs:
+        direct_logits = find_direct_logits(model, lambda: model(**inputs, use_cache=False), head_projections)
+        if direct_logits is None or not direct_logits.outputs:
             self.left_out.append(Reason("direct_logits"))
-        return found
+        return direct_logits
 
     def copying_circuits(
         self, head_projections: Mapping[AttentionSite, HeadProjections]
@@ -183,11 +184,11 @@ class Probes:
         for site, matrices in head_projections.items():
             if matrices.value is None or matrices.output is None or matrices.value.shape[1] != words.width:
                 continue
-            found = copying_scores(matrices.value, matrices.output, words)
+            copying = copying_scores(matrices.value, matrices.output, words)
             columns[site] = {
-                "copying_circuit_score": found.score,
-                "copying_circuit_score_error": found.error,
-                "copying_circuit_score_chance": torch.full_like(found.score, found.null),
+                "copying_circuit_score": copying.score,
+                "copying_circuit_score_error": copying.error,
+                "copying_circuit_score_chance": torch.full_like(copying.score, copying.null),
             }
         return columns
 
@@ -218,7 +219,7 @@ class Probes:
             "gradient": (gradient_scores, "compute the gradient of every head"),
             "ablation": (ablate, "ablate every head in turn"),
         }
-        found = []
+        by_method = []
         for measure, step in measures.values() if method == "both" else (measures[method],):
             self.report(Progress(step, unit="runs"))
             importance = measure(
@@ -228,10 +229,10 @@ class Probes:
                 layers=self.settings.layers,
                 progress=lambda done, total, step=step: self.report(Progress(step, done, total, "runs")),
             )
-            found.append(importance)
+            by_method.append(importance)
         longest = max(batch.ids.shape[1] for batch in batches)  # contexts are cut
         measured = {"importance_tokens": sum(batch.tokens for batch in batches), "importance_context": longest}
-        return functools.reduce(Importance.beside, found), measured
+        return functools.reduce(Importance.beside, by_method), measured
 
 
 def check_importance(method: str, loaded: LoadedModel) -> None:
@@ -242,7 +243,7 @@ def check_importance(method: str, loaded: LoadedModel) -> None:
     if loaded.kind == "encoder-decoder":
         raise OptionError(
             f"importance is measured in models of one stack, got {name}; use importance none or auto, or "
-            "polyhead.analysis.ablate with batches that have decoder_input_ids"
+            "polyhead.analysis.importance.ablate with batches that have decoder_input_ids"
         )
     if method != "ablation" and loaded.kind not in ("causal", "masked"):
         raise OptionError(

@@ -49,15 +49,15 @@ class Inspection:
 
         Each share is that with all other heads present: of two heads that predict each other, one is needed.
         """
-        found = []
+        redundant = []
         for row, (site, head) in enumerate(zip(self.table.sites, self.table.heads, strict=True)):
             matrices = self.relations.get(site, {})
             share = float(self.table[PREDICTABLE][row]) if PREDICTABLE in self.table.columns else math.nan
             if share >= THRESHOLD and {PREDICTABLE, "cosine"} <= matrices.keys():
                 other = int(best_other(matrices[PREDICTABLE])[head])
                 alone, cosine = (float(matrices[name][head, other]) for name in (PREDICTABLE, "cosine"))
-                found.append(RedundantHead((site, head), share, (site, other), alone, cosine))
-        return tuple(sorted(found, key=lambda x: -x.share))
+                redundant.append(RedundantHead((site, head), share, (site, other), alone, cosine))
+        return tuple(sorted(redundant, key=lambda x: -x.share))
 
     def roles_of(self, site: AttentionSite, head: int) -> HeadRoles | None:
         """Return the roles of a head, and None if none were computed for it.
@@ -88,4 +88,4 @@ class Inspection:
         return "\n".join([*lines, *(f"- {finding}" for finding in self.findings)])
 
     def _repr_html_(self) -> str:
-        return inspection_html(self.facts, self.table, self.roles, self.redundant, self.findings)
+        return inspection_html(self)

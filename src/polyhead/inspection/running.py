@@ -6,7 +6,7 @@ import dataclasses
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,15 +40,6 @@ from polyhead.progress import ProgressCallback, ignore_progress
 from polyhead.sources import LoadedModel
 from polyhead.sources.segments import Segments
 from polyhead.sources.text_contexts import Text
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Probed:
-    """Results of the probes: fields of the inspection, and values for its table and its matrices."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    distances: Mapping[AttentionSite, Tensor] = field(default_factory=dict)
-    pronouns: Mapping[str, PronounTable] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -108,14 +99,14 @@ class InspectionRun:
             layer_similarity.circuit_columns(spectra),
             output_columns,
         ]
-        probed = _Probed()
+        fields, distances = dict[str, Any](), dict[AttentionSite, Tensor]()
         importance, measured = None, dict[str, int]()
         if not self.interrupted:
             try:
-                probed = self.probe(observations)
+                fields, distances, pronouns = self.probe(observations)
                 columns.append(self.probes.copying_circuits(head_projections))
-                columns.append(layer_similarity.pronoun_columns(probed.pronouns, evidence_of(observations.collected)))
-                columns.append(layer_similarity.role_columns(probed.fields.get("roles", ())))
+                columns.append(layer_similarity.pronoun_columns(pronouns, evidence_of(observations.collected)))
+                columns.append(layer_similarity.role_columns(fields["roles"]))
                 try:
                     importance, measured = self.probes.importance()
                 except PolyheadError as error:  # the pass over the text is not lost
@@ -128,7 +119,7 @@ class InspectionRun:
             self.settings,
             {**self.facts(observations), "importance_tokens": None, **measured, **_loss_facts(importance)},
             table,
-            relations=layer_similarity.extend_matrices(matrices, probed.distances, importance),
+            relations=layer_similarity.extend_matrices(matrices, distances, importance),
             head_maps=head_maps_of(observations.collected),
             top_keys=top_keys_of(observations.collected, self.loaded.tokenizer, self.reader.counts),
             spectra=spectra,
@@ -137,12 +128,18 @@ class InspectionRun:
                 site: {**of_site, **predictable.get(site, {})}
                 for site, of_site in halves_of(observations.collected, importance, table).items()
             },
-            **probed.fields,
+            **fields,
         )
         return dataclasses.replace(inspection, findings=findings(inspection))
 
-    def probe(self, observations: Observations) -> _Probed:
-        """Run all probes but importance; roles and pairs also use the observations of the text."""
+    def probe(
+        self, observations: Observations
+    ) -> tuple[dict[str, Any], dict[AttentionSite, Tensor], dict[str, PronounTable]]:
+        """Run all probes but importance; roles and pairs also use the observations of the text.
+
+        Returns:
+            Fields of the inspection, the attention distances of heads, and the pronoun scores.
+        """
         probes, sample = self.probes, self.sample
         fields: dict[str, Any] = {"examples": probes.examples()}
         distances, repeated = probes.distances(), probes.repeated(self.loaded.model)
@@ -160,7 +157,7 @@ class InspectionRun:
                 observations.collected, sample, self.head_projections, probes.watched_sample
             )
             self.pairs_by = cross_layer_similarity.method(sample)
-        return _Probed(fields, distances, pronouns)
+        return fields, distances, pronouns
 
     def facts(self, observations: Observations) -> dict[str, Any]:
         """Return `Inspection.facts`, but those of importance."""

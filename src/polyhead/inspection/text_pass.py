@@ -91,7 +91,7 @@ class TextPass:
         if resumed is not None:
             session.resume_from(resumed.observations)
         read = resumed or TextRead(session.observations)
-        saved_batches, saved_at, total = read.batches, time.monotonic(), self.reader.tokens_of(shard)
+        saved_batches, saved_at, total = read.batches, time.monotonic(), self.reader.batches(shard=shard).tokens
         report(Progress(STEP, read.tokens, total, "tokens"))
         interrupted = False
         with session:

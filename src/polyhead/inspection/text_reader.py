@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from polyhead.sources.text_contexts import Text, TextContexts, read_contexts
 
 # Intervals are over documents; with fewer documents than this, each context counts as one.
 FEW_DOCUMENTS = 10
+CONTEXTS_OF_A_PROBE = 8  # over which the tokens of a probe are spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,7 @@ class Reader:
 
     @classmethod
     def of(cls, loaded: LoadedModel, settings: Settings, text: Text = None) -> Reader:
-        found = read_contexts(
+        contexts = read_contexts(
             loaded,
             settings.text if text is None else text,
             field=settings.field,
@@ -49,7 +50,7 @@ class Reader:
             tokens=settings.tokens,
             purpose="an inspection",
         )
-        return cls(loaded, found, settings.batch_tokens, token_classes(loaded.tokenizer))
+        return cls(loaded, contexts, settings.batch_tokens, token_classes(loaded.tokenizer))
 
     @property
     def contexts(self) -> tuple[Context, ...]:
@@ -67,14 +68,8 @@ class Reader:
         counts = self.counts
         return float(counts[self.classes == TokenClass.UNKNOWN].sum() / counts.sum())
 
-    def batches(self, start: int = 0, digest: str | None = None, shard: Shard = WHOLE) -> Iterator[Batch]:
-        return iter(self._batches(start, digest, shard))
-
-    def tokens_of(self, shard: Shard) -> int:
-        """Return the number of tokens in the batches of a shard."""
-        return self._batches(shard=shard).tokens
-
-    def _batches(self, start: int = 0, digest: str | None = None, shard: Shard = WHOLE) -> Batches:
+    def batches(self, start: int = 0, digest: str | None = None, shard: Shard = WHOLE) -> Batches:
+        """Return the batches of a shard, without the first `start` of the text."""
         tokenizer, size = self.loaded.tokenizer, self.batch_tokens
         return batches(self.contexts, tokenizer, batch_tokens=size, start=start, digest=digest, shard=shard)
 
@@ -84,9 +79,9 @@ class Reader:
         totals = itertools.accumulate(len(context.ids) for context in contexts)
         return self.batches_of(contexts[: max(2, 1 + sum(total < tokens for total in totals))])
 
-    def some_batches(self, tokens: int, documents: int = 8, batch_tokens: int | None = None) -> list[Batch]:
+    def some_batches(self, tokens: int, batch_tokens: int | None = None) -> list[Batch]:
         """Return batches of the first tokens of contexts of different documents, about `tokens` in total."""
-        length = max(16, tokens // documents)
+        length = max(16, tokens // CONTEXTS_OF_A_PROBE)
         after = special_tokens(self.loaded.tokenizer).after
         chosen: list[Context] = []
         total = 0

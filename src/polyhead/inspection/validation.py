@@ -60,9 +60,9 @@ def check_facts(facts: object) -> dict[str, Any]:
     return checked
 
 
-def _reason(found: Mapping[str, Any]) -> Reason:
+def _reason(saved: Mapping[str, Any]) -> Reason:
     """Return a saved reason; raise if it lacks a value of its text, which is generated anew."""
-    reason = build(Reason, {name: value for name, value in found.items() if name != "text"})
+    reason = build(Reason, {name: value for name, value in saved.items() if name != "text"})
     with _needing_values("a reason", reason.kind):
         _ = reason.text
     return reason

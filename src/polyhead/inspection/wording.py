@@ -259,8 +259,8 @@ _REASONS = {
         "重要性：掩码语言模型的损失需要掩码词元，而此分词器没有",
     ),
     "two_stacks": Text(
-        "importance: auto does not measure encoder-decoders; call polyhead.analysis.ablate with batches that contain "
-        "decoder_input_ids",
+        "importance: auto does not measure encoder-decoders; call polyhead.analysis.importance.ablate with batches "
+        "that contain decoder_input_ids",
         "重要性：自动方式不测量编码器-解码器模型；请用含有解码器输入的批次调用消融函数",
     ),
     "importance_error": Text("importance: {error}", "重要性：{error}"),

@@ -137,7 +137,7 @@ def write_html(path: str | os.PathLike[str], text: Callable[[], str]) -> Path:
 
 def html_of(page: Mapping[str, Any], assets: Assets) -> str:
     """Return the HTML text of an inspection's page."""
-    language: Language = "zh" if page["lang"] == "zh" else "en"
+    language: Language = page["lang"]
     findings = "".join(f"<li>{text_in_html(finding['text'][language])}</li>" for finding in page["findings"])
     body = (
         '<div id="polyhead-page"></div>\n'

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from polyhead.analysis.languages import Language, Text
 from polyhead.costs import plan_wording as wording
 from polyhead.costs.choosing import Choice
-from polyhead.costs.comparison import Comparison, MachinePoint
+from polyhead.costs.comparison import Comparison, LayoutPoint, MachinePoint
 from polyhead.costs.curves import HeadsPoint
 from polyhead.costs.phases import PhasePlan, Timing
 from polyhead.costs.planning import Plan
@@ -22,8 +23,15 @@ _FLOPS = ("projection", "scores", "values", "mixing", "output")
 _STAGES = ("projection", "positions", "cache", "attention", "mixing", "output", "launch")
 _SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 _MEMORY = ("parameters", "gradients", "cache", "activations")
-Cell = tuple[str, str]  # text, and a smaller text below it
-Row = tuple[Cell, Sequence[Cell], str]  # name, cells, class of the row
+Cell = str | tuple[str, str]  # a text, also with a smaller text below it
+
+
+class Row(NamedTuple):
+    """A row of a table: its name, its cells, and its class."""
+
+    name: Cell
+    cells: Sequence[Cell]
+    kind: str = ""
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Row], *, stacked: bool = False) -> str:
@@ -46,7 +54,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Row], *, stacked:
 
 
 def _cell(cell: Cell) -> str:
-    text, below = cell
+    text, below = (cell, "") if isinstance(cell, str) else cell
     return escape(text) + (f"<small>{escape(below)}</small>" if below else "")
 
 
@@ -54,11 +62,11 @@ def fit_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     """Return the share of each machine's memory that each phase needs."""
     columns = [words.COLUMNS[name][language] for name in ("machine", "memory")]
     columns += [words.short_name(plan, phase)[language] for phase in plan.phases]
-    rows: list[Row] = []
+    rows = []
     for point in comparison.machines:
         shares = [_share(phase, point.memory_bytes) for phase in point.phases]
-        cells = [(decimal_size(point.memory_bytes), ""), *shares]
-        rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
+        cells = [decimal_size(point.memory_bytes), *shares]
+        rows.append(Row(_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["fit"][language], columns, rows)
 
 
@@ -84,21 +92,21 @@ def speed_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     """Return the predicted device time of each phase on each machine, tokens per second, and eager time."""
     columns = [words.COLUMNS["machine"][language], *(words.short_name(plan, x)[language] for x in plan.phases)]
     rate = Text("{rate} tokens/s", "每秒 {rate} 词元")
-    rows: list[Row] = []
+    rows = []
     for point in comparison.machines:
         cells: list[Cell] = []
         for phase in point.phases:
             if phase.timing is None:
-                cells.append((words.NO_TIMES[language], ""))
+                cells.append(words.NO_TIMES[language])
                 continue
             time, eager = _time_cell(phase.timing, language)
             tokens = rate.format(rate=answers.tokens_per_second(plan, phase))[language]
             cells.append((time, f"{tokens}; {eager}" if eager else tokens))
-        rows.append((_machine_cell(plan, point, language), cells, _kind(plan, point)))
+        rows.append(Row(_machine_cell(plan, point, language), cells, _kind(plan, point)))
     return table(words.VIEWS["speed"][language], columns, rows)
 
 
-def _time_cell(timed: Timing | Choice, language: Language) -> Cell:
+def _time_cell(timed: Timing | Choice, language: Language) -> tuple[str, str]:
     """Return the device time, and below it the eager time, with launch overhead."""
     if timed.seconds is None or timed.device_seconds is None:
         return "–", ""
@@ -110,10 +118,7 @@ def collectives_table(plan: Plan, phase: RankPhase, language: Language) -> str:
     """Return the bytes that a rank sends in each collective of a phase."""
     caption = words.SENT.format(phase=words.title(plan, plan[phase.phase]))[language]
     columns = [caption, *(words.COLLECTIVE_COLUMNS[name][language] for name in wording.COLLECTIVE_COLUMNS)]
-    rows: list[Row] = [
-        ((name, ""), [(cell, "") for cell in cells], "total" if name == "total" else "")
-        for name, *cells in wording.collective_rows(phase)
-    ]
+    rows = [Row(name, cells, "total" if name == "total" else "") for name, *cells in wording.collective_rows(phase)]
     return table(caption, columns, rows)
 
 
@@ -124,32 +129,31 @@ def layout_table(plan: Plan, comparison: Comparison, language: Language) -> str:
     columns = [words.COLUMNS[name][language] for name in ("layout", "parameters", "cache per token")]
     columns.append(memory[language])
     columns += [words.DEVICE_TIME.format(phase=last)[language]] if plan.is_timed else []
-    rows: list[Row] = []
+    rows = []
     for point in comparison.layouts:
         phase = point.phases[-1]
-        cells = [
-            (count(point.parameters), ""),
-            (size(point.cache_bytes_per_token) if point.cache_bytes_per_token else "–", ""),
-            (size(phase.fused.total), ""),
-            *([] if phase.timing is None else [_time_cell(phase.timing, language)]),
-        ]
-        kinds = dict.fromkeys(warned.kind for warned in point.warnings)
-        rows.append(((point.name, ", ".join(kinds)), cells, "planned" if point.is_planned else ""))
+        cells = [*_size_cells(point), size(phase.fused.total)]
+        cells += [] if phase.timing is None else [_time_cell(phase.timing, language)]
+        rows.append(Row(_layout_cell(point), cells, "planned" if point.is_planned else ""))
     return table(words.VIEWS["layout"][language], columns, rows)
 
 
 def choices_table(caption: Text, choices: Sequence[Choice], language: Language, *, timed: bool) -> str:
     """Return layouts of `choose` with their costs."""
     names = ("layout", "parameters", "cache per token", *(("device time",) if timed else ()))
-    rows: list[Row] = []
+    rows = []
     for choice in choices:
-        cells = [
-            (count(choice.parameters), ""),
-            (size(choice.cache_bytes_per_token) if choice.cache_bytes_per_token else "–", ""),
-            *([_time_cell(choice, language)] if timed else []),
-        ]
-        rows.append(((choice.name, ", ".join(dict.fromkeys(x.kind for x in choice.warnings))), cells, ""))
+        times = [_time_cell(choice, language)] if timed else []
+        rows.append(Row(_layout_cell(choice), [*_size_cells(choice), *times]))
     return table(caption[language], [words.COLUMNS[name][language] for name in names], rows)
+
+
+def _layout_cell(layout: LayoutPoint | Choice) -> Cell:
+    return layout.name, ", ".join(dict.fromkeys(warned.kind for warned in layout.warnings))
+
+
+def _size_cells(layout: LayoutPoint | Choice) -> list[Cell]:
+    return [count(layout.parameters), size(layout.cache_bytes_per_token) if layout.cache_bytes_per_token else "–"]
 
 
 def phase_table(plan: Plan, phase: PhasePlan, language: Language) -> str:
@@ -157,10 +161,10 @@ def phase_table(plan: Plan, phase: PhasePlan, language: Language) -> str:
     names = ["FLOPs", "exponentials", "bytes moved", "time"]
     shown = len(names) if phase.timing is not None else len(names) - 1
     columns = ["", *(words.COLUMNS[name][language] for name in names[:shown])]
-    rows: list[Row] = []
+    rows = []
     for name, *cells in wording.rows(phase):
         kind = "total" if name == "total" else "sub" if name in wording.WITHIN_ATTENTION else ""
-        rows.append(((words.NAMES[name][language], ""), [(cell, "") for cell in cells[:shown]], kind))
+        rows.append(Row(words.NAMES[name][language], cells[:shown], kind))
     return table(words.title(plan, phase)[language], columns, rows)
 
 
@@ -169,7 +173,7 @@ def context_tables(plan: Plan, comparison: Comparison, index: int, language: Lan
     phases = [point.phases[index] for point in comparison.contexts]
     is_decode = phases[0].phase == "decode"
     tokens = [plan.batch * (1 if is_decode else point.context) for point in comparison.contexts]
-    names = [(short(point.context), "") for point in comparison.contexts]
+    names = [short(point.context) for point in comparison.contexts]
     if not plan.is_timed:
         costs = {
             name: [count(getattr(x.flops, name) / n) for x, n in zip(phases, tokens, strict=True)] for name in _FLOPS
@@ -200,8 +204,8 @@ def context_tables(plan: Plan, comparison: Comparison, index: int, language: Lan
     )
 
 
-def _by_context(names: Sequence[Cell], columns: Sequence[Sequence[str]]) -> list[Row]:
-    return [(name, [(column[i], "") for column in columns], "") for i, name in enumerate(names)]
+def _by_context(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[Row]:
+    return [Row(name, [column[i] for column in columns]) for i, name in enumerate(names)]
 
 
 def heads_table(points: Sequence[HeadsPoint], language: Language) -> str:
@@ -209,12 +213,11 @@ def heads_table(points: Sequence[HeadsPoint], language: Language) -> str:
     names = ["heads", "FLOPs", "exponentials", "materialised", "fused"]
     timed = points[0].phase.timing is not None
     columns = [words.COLUMNS[name][language] for name in (*names, *(("device time",) if timed else ()))]
-    rows: list[Row] = []
+    rows = []
     for point in points:
         phase = point.phase
-        numbers = [count(phase.flops.total), count(phase.exponentials)]
-        numbers += [size(phase.materialised.total), size(phase.fused.total)]
-        cells = [(number, "") for number in numbers]
+        cells: list[Cell] = [count(phase.flops.total), count(phase.exponentials)]
+        cells += [size(phase.materialised.total), size(phase.fused.total)]
         cells += [] if phase.timing is None else [_time_cell(phase.timing, language)]
-        rows.append(((f"{point.heads:,} x {point.head_dim:,}", ""), cells, ""))
+        rows.append(Row(f"{point.heads:,} x {point.head_dim:,}", cells))
     return table(words.COLUMNS["heads"][language], columns, rows, stacked=True)

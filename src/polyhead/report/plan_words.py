@@ -97,33 +97,38 @@ COLLECTIVE_COLUMNS = {
 }
 OVER_RANKS = Text("Over ranks", "多个进程")
 SENT = Text("{phase}: bytes that a rank sends", "{phase}：每个进程发送的字节")
-PHASES = {
+# By phase; "forward" is the prefill of a model that is not causal.
+_SHORT_NAMES = {
     "training": Text("training step", "训练一步"),
     "prefill": Text("prefill", "预填充"),
     "decode": Text("decode step", "解码一步"),
+    "forward": Text("forward", "前向"),
 }
 _TITLES = {
     "training": Text("Training step, forward and backward", "训练一步：前向与反向"),
     "prefill": Text("Prefill of the full context", "整个上下文的预填充"),
     "decode": Text("Decode step, last token of the context", "解码一步：上下文的最后一个词元"),
+    "forward": Text("Forward over the full context", "整个上下文的前向"),
 }
 _DOING = {
     "training": Text("Training", "训练"),
     "prefill": Text("Prefill", "预填充"),
     "decode": Text("Decoding", "解码"),
+    "forward": Text("A forward pass", "前向"),
 }
-_FORWARD = Text("Forward over the full context", "整个上下文的前向")
 
 
 def title(plan: Plan, phase: PhasePlan) -> Text:
-    return _FORWARD if phase.phase == "prefill" and not plan.model.is_causal else _TITLES[phase.phase]
+    return _TITLES[_kind(plan, phase)]
 
 
 def short_name(plan: Plan, phase: PhasePlan) -> Text:
-    return Text("forward", "前向") if phase.phase == "prefill" and not plan.model.is_causal else PHASES[phase.phase]
+    return _SHORT_NAMES[_kind(plan, phase)]
 
 
 def doing(plan: Plan, phase: PhasePlan) -> Text:
-    return (
-        Text("A forward pass", "前向") if phase.phase == "prefill" and not plan.model.is_causal else _DOING[phase.phase]
-    )
+    return _DOING[_kind(plan, phase)]
+
+
+def _kind(plan: Plan, phase: PhasePlan) -> str:
+    return "forward" if phase.phase == "prefill" and not plan.model.is_causal else phase.phase

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from polyhead.inspection.vocabulary import column_of
 from polyhead.report.packing import packed_floats
 from polyhead.report.packing import text_in_html as escape
 from polyhead.report.page import Assets, charts_of, document, in_both_languages, write_html
-from polyhead.report.plan_tables import table
+from polyhead.report.plan_tables import Row, table
 from polyhead.training.head_history import HeadHistory
 from polyhead.training.monitor import LARGEST
 
@@ -98,12 +97,12 @@ def _chart(
     grid = {"steps": steps[indices].tolist(), "values": _packed(values[:, indices].T)}
     steps, shown = merged(steps, values)
     return {
-        "title": asdict(Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化")),
-        "x_label": asdict(STEP),
-        "y_label": asdict(label),
+        "title": Text(f"{label.en}, over the steps", f"{label.zh}随步数的变化"),
+        "x_label": STEP,
+        "y_label": label,
         "domain": [int(all_steps[0]), int(all_steps[-1])],
         "steps": steps.tolist(),
-        "panels": [{"label": asdict(name), "lines": lines} for name, lines in panels],
+        "panels": [{"label": name, "lines": lines} for name, lines in panels],
         "values": _packed(shown),
         "grid": grid if len(values) > 1 else None,
     }
@@ -171,10 +170,8 @@ def _table(history: HeadHistory, column: str, steps: Tensor, values: Tensor, lan
         line = values[row]
         finite = torch.where(line.isfinite(), line, torch.nan)
         low, high = (int(x) for x in (finite.nan_to_num(math.inf).argmin(), finite.nan_to_num(-math.inf).argmax()))
-        at = [(low, str(STEP[language])), (high, str(STEP[language]))]
-        extremes = [(f"{line[i]:.4g}", f"{word} {int(steps[i]):,}") for i, word in at]
-        numbers = [(f"{line[0]:.4g}", ""), (f"{line[-1]:.4g}", ""), *extremes]
-        cells.append(((str(history.heads[row]), ""), numbers, ""))
+        extremes = [(f"{line[i]:.4g}", f"{STEP[language]} {int(steps[i]):,}") for i in (low, high)]
+        cells.append(Row(str(history.heads[row]), [f"{line[0]:.4g}", f"{line[-1]:.4g}", *extremes]))
     title = _label(column)[language]
     note = _ROWS[language].format(rows=MOST_ROWS) if len(values) > MOST_ROWS else ""
     names = [name[language] for name in _COLUMNS]

@@ -11,7 +11,7 @@ from typing import Any
 
 from polyhead.errors import OptionError, PolyheadError
 from polyhead.files import in_one_line
-from polyhead.sources.texts import Document, check_text, join_names
+from polyhead.sources.texts import Document, check_text, field_of, join_names
 
 PREFIX = "datasets:"  # of a text on the command line
 DEFAULT_SPLIT = "train"
@@ -70,12 +70,7 @@ class DatasetTexts:
     def _text(self, row: Any, number: int) -> str:
         place = f"{self.name} {number}"
         if isinstance(row, Mapping):
-            if self.field not in row:
-                raise OptionError(
-                    f"{place} has no field {self.field!r}, only {join_names(row)}; pass the field that contains the "
-                    "text"
-                )
-            row = "" if row[self.field] is None else row[self.field]
+            row = field_of(row, self.field, place)
         if not isinstance(row, str):
             raise OptionError(
                 f"a text must be strings, or rows with a string in a field, got {place}: {type(row).__name__}"

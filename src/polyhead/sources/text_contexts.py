@@ -73,8 +73,7 @@ def read_contexts(
 
     Args:
         text: a file or folder, "-" for standard input, "datasets:PATH", documents in memory, or the rows of a dataset,
-            which are streamed; None is a short built-in text, in the
-            languages that the tokenizer knows.
+            which are streamed; None is a short built-in text, in the languages that the tokenizer knows.
         field: the text field of .jsonl files, or the text column of .parquet files.
         context: tokens per context; default: 512, or the model's maximum if smaller.
         tokens: maximum number of tokens to read.

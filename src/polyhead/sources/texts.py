@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -183,17 +183,20 @@ def _text_of(line: str, place: str, field: str) -> str:
         ) from error
     if not isinstance(record, dict):
         raise OptionError(f"each line of a .jsonl file must be one JSON object, got {place}: {type(record).__name__}")
-    if field not in record:
-        raise OptionError(
-            f"{place} has no field {field!r}, only {join_names(record)}; pass the field that contains the text"
-        )
-    text = record[field]
-    if text is None:
-        return ""
+    text = field_of(record, field, place)
     if not isinstance(text, str):
         raise OptionError(f"the field {field!r} must be a string, got {place}: {type(text).__name__}")
     check_text(text, place)
     return text
+
+
+def field_of(row: Mapping[str, Any], field: str, place: str) -> Any:
+    """Return the field of a row that contains its text; None is an empty text."""
+    if field not in row:
+        raise OptionError(
+            f"{place} has no field {field!r}, only {join_names(row)}; pass the field that contains the text"
+        )
+    return "" if row[field] is None else row[field]
 
 
 def check_text(text: str, place: str) -> None:

@@ -82,9 +82,9 @@ class _Line:
 def _blocks(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[list[_Line]]:
     """Yield the lines of each sentence; sentences are separated by blank lines."""
     block: list[_Line] = []
-    for number, text in _lines(opened, file):
-        if text.strip():
-            block.append(_Line(number, text))
+    for line in _lines(opened, file):
+        if line.text.strip():
+            block.append(line)
             if len(block) > _MAX_LINES:
                 _refuse(file, block[-1], f"a sentence may have at most {_MAX_LINES:,} lines", "more")
         elif block:
@@ -94,7 +94,7 @@ def _blocks(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[list[_Line
         yield block
 
 
-def _lines(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[tuple[int, str]]:
+def _lines(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[_Line]:
     number = 0
     try:
         for number in itertools.count(1):
@@ -104,7 +104,7 @@ def _lines(opened: BinaryIO | gzip.GzipFile, file: Path) -> Iterator[tuple[int, 
             if len(raw) > _MAX_LINE_BYTES:
                 raise OptionError(f"{file}, line {number}: a line may have at most {_MAX_LINE_BYTES:,} bytes, got more")
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            yield number, text.rstrip("\r\n")
+            yield _Line(number, text.rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise OptionError(
             f"{file}, line {number}: text must be UTF-8, got the byte 0x{error.object[error.start]:02x} "

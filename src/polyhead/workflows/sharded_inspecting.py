@@ -85,7 +85,8 @@ def inspect_shard(
         loaded = loaded or load_settings_model(settings, progress, allow_pickle, trust_remote_code)
         run = InspectionRun.of(settings, loaded, text=text, progress=progress)
         read = run.text_pass.run(shard, folder=folder, resume=resume, report=progress, save_seconds=save_seconds)
-    return ShardReading(shard, read.tokens, run.reader.tokens_of(shard), run.reader.text.tokens, read.complete)
+    total = run.reader.batches(shard=shard).tokens
+    return ShardReading(shard, read.tokens, total, run.reader.text.tokens, read.complete)
 
 
 def merge_runs(

@@ -90,28 +90,6 @@ class Importance:
         ordered = {name: totals[name] for name in MEASURES if name in totals}
         return replace(self, totals=ordered, overlaps={**self.overlaps, **other.overlaps})
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the sums as named tensors."""
-        overlaps = {f"overlap.{site.name}.{site.kind}": x.products for site, x in self.overlaps.items()}
-        by_document = {"documents": self.documents, "weights": self.weights, "intact": self.intact}
-        return {**by_document, **self.totals, **overlaps}
-
-    def with_state(self, state: Mapping[str, Tensor]) -> Importance:
-        """Return the same value with a saved state."""
-        missing = [name for name in self.state() if name not in state]
-        if len(missing):
-            raise OptionError(f"a saved state must also have {', '.join(missing)}, got {sorted(state)}")
-        return replace(
-            self,
-            documents=state["documents"],
-            weights=state["weights"],
-            intact=state["intact"],
-            totals={name: state[name] for name in self.totals},
-            overlaps={
-                site: GradientOverlap(state[f"overlap.{site.name}.{site.kind}"]) for site, x in self.overlaps.items()
-            },
-        )
-
     def _check_like(self, other: Importance) -> None:
         for what, value, other_value in (
             ("loss", self.loss, other.loss),

@@ -44,12 +44,10 @@ ComputeLosses = Callable[[], RowLosses]
 class Loss(Protocol):
     """A loss that may precompute values of a batch with the intact model."""
 
-    @property
-    def name(self) -> str: ...
+    flat: str | None = None  # reason for which the gradient is 0 at the intact model; None if it is not
 
     @property
-    def flat(self) -> str | None:
-        """Reason for which the gradient is 0 at the intact model; None if it is not."""
+    def name(self) -> str: ...
 
     def prepare(self, model: nn.Module, batch: Any) -> ComputeLosses:
         """Return a function that computes the losses of a batch with the model's current state.
@@ -58,14 +56,8 @@ class Loss(Protocol):
         """
 
 
-class _BuiltInLoss:
-    """Base of the built-in losses, whose batches are `Examples`."""
-
-    flat: str | None = None
-
-
 @dataclass(frozen=True)
-class Language(_BuiltInLoss):
+class Language(Loss):
     """Next-token cross-entropy, in nats, of a causal model or the decoder of an encoder-decoder."""
 
     name: str = "language"
@@ -86,7 +78,7 @@ class Language(_BuiltInLoss):
 
 
 @dataclass(frozen=True)
-class Masked(_BuiltInLoss):
+class Masked(Loss):
     """Cross-entropy, in nats, of masked tokens.
 
     `share` of each row's text, at least one token, is replaced by `mask_token`. The choice depends on `seed` and the
@@ -130,7 +122,7 @@ class Masked(_BuiltInLoss):
 
 
 @dataclass(frozen=True)
-class Classification(_BuiltInLoss):
+class Classification(Loss):
     """Cross-entropy, in nats, of labels.
 
     Integer labels are classes, one for each row of logits, -100 to ignore. Floating-point labels of the shape of the
@@ -166,7 +158,7 @@ class Classification(_BuiltInLoss):
 
 
 @dataclass(frozen=True)
-class Representation(_BuiltInLoss):
+class Representation(Loss):
     """1 - cosine similarity between the mean of a text's last hidden states and that of the intact model.
 
     For encoders, such as sentence encoders; the task head of a classifier is not run. The mean is over all tokens but
@@ -200,11 +192,10 @@ class Representation(_BuiltInLoss):
 
 
 @dataclass(frozen=True, eq=False)
-class CustomLoss:
+class CustomLoss(Loss):
     """A custom loss function."""
 
     function: Callable[[nn.Module, Any], Tensor | RowLosses]
-    flat = None
 
     @property
     def name(self) -> str:
@@ -226,16 +217,13 @@ class CustomLoss:
         return losses
 
 
-def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses], tokenizer: Any = None) -> Loss:
-    """Return a loss from its name, a value of this module, or a function; "masked" needs the `tokenizer`."""
+def as_loss(loss: str | Loss | Callable[[nn.Module, Any], Tensor | RowLosses]) -> Loss:
+    """Return a loss from its name, a value of this module, or a function."""
     if loss == "masked":
-        token = getattr(tokenizer, "mask_token_id", None)
-        if token is None:
-            raise OptionError(
-                "the loss 'masked' needs a tokenizer with a mask token, got none; "
-                "pass Masked(mask_token=tokenizer.mask_token_id)"
-            )
-        return Masked(int(token))
+        raise OptionError(
+            "the loss 'masked' needs a tokenizer with a mask token, got none; "
+            "pass Masked(mask_token=tokenizer.mask_token_id)"
+        )
     for kind in (Language, Classification, Representation):
         if loss == kind.name:
             return kind()

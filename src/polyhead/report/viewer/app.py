@@ -22,7 +22,7 @@ from polyhead.report.viewer.failures import RequestError, request_error
 from polyhead.report.viewer.guard import Guard
 from polyhead.report.viewer.handlers import RequestHandlers
 from polyhead.report.viewer.jobs import BACKGROUND, INTERACTIVE, Jobs, logger
-from polyhead.report.viewer.limits import TEXT_BYTES
+from polyhead.report.viewer.request_fields import TEXT_BYTES
 from polyhead.report.viewer.state import state_of
 from polyhead.report.viewer.viewing import Viewer
 from polyhead.training import load_run

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from polyhead.report.viewer.jobs import Message, Work
-from polyhead.report.viewer.limits import TEXT_BYTES
-from polyhead.report.viewer.request_fields import RequestFields
+from polyhead.report.viewer.request_fields import TEXT_BYTES, RequestFields
 from polyhead.report.viewer.trace import Trace
 from polyhead.report.viewer.viewing import SLOTS, WINDOW_CELLS, WORD_CELLS, TracedHead, Viewer
 

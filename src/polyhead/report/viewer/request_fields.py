@@ -8,6 +8,7 @@ from typing import Any
 
 from polyhead.report.viewer.failures import RequestError, invalid
 
+TEXT_BYTES = 4 << 20  # maximum size of a text
 _MISSING = object()
 
 
@@ -35,10 +36,8 @@ class RequestFields:
             raise invalid(f"{name} must be an integer from {least} to {most}, got {_shown(value)}")
         return value
 
-    def text(self, name: str, most: int, default: Any = _MISSING) -> Any:
-        value = self._take(name, default)
-        if value is default:
-            return value
+    def text(self, name: str, most: int) -> str:
+        value = self._take(name, _MISSING)
         if not isinstance(value, str):
             raise invalid(f"{name} must be a text, got {_kind(value)}")
         if len(value) > most:

@@ -32,7 +32,6 @@ def serve(
     port: int = 0,
     ready: Callable[[str], None] = lambda address: None,
     assets: Path | None = None,
-    token: str | None = None,
 ) -> bool:
     """Serve until an interrupt (Ctrl-C); `ready` is called with the address once it can be opened.
 
@@ -49,7 +48,7 @@ def serve(
             f"the viewer needs the built assets {' and '.join(FILES)}, got {assets} without {absent[0]}; "
             "in a checkout, build them with: make frontend"
         )
-    token = secrets.token_urlsafe(24) if token is None else token
+    token = secrets.token_urlsafe(24)
     listening = _listen(port)
     jobs = Jobs(QUEUE, on_out_of_memory=viewer.forget)
     _serve(create_app(viewer, token=token, assets=assets, jobs=jobs), token, listening, ready, jobs.cancel_all)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyhead.report.packing import packed_floats
+from polyhead.report.viewer.tiles import window
 from polyhead.report.viewer.trace import RecordedAttention
 
 TOP = 8
@@ -15,16 +16,12 @@ TOP = 8
 
 def attends(attention: RecordedAttention, token: int) -> Tensor:
     """Return the weights of one query on all keys, [heads, keys] on the CPU."""
-    weights = attention.profile(block_map=(1, 1), rows=(token, token + 1)).block_map
-    assert weights is not None
-    return weights[0, :, 0].cpu()
+    return window(attention, (token, token + 1), (0, attention.keys), 0, "sum")[:, 0]
 
 
 def attended(attention: RecordedAttention, token: int) -> Tensor:
     """Return the weights of all queries on one key, [heads, queries] on the CPU."""
-    weights = attention.profile(block_map=(1, 1), columns=(token, token + 1)).block_map
-    assert weights is not None
-    return weights[0, :, :, 0].cpu()
+    return window(attention, (0, attention.queries), (token, token + 1), 0, "sum")[:, :, 0]
 
 
 def row_message(weights: Tensor, cells: int) -> dict[str, Any]:

@@ -1,5 +1,0 @@
-"""Limits of what the viewer accepts."""
-
-from __future__ import annotations
-
-TEXT_BYTES = 4 << 20
