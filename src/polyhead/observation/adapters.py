@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
+from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
 from polyhead.observation.watcher import Watcher
 from polyhead.ops.attended import Attended
@@ -79,11 +80,11 @@ class AttentionNotifier:
                 f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
             )
         if call.counts or call.differentiable:
-            if not cross:
-                mask, call.statistics_mask = with_documents(mask, query.shape[2], key.shape[2])
-            call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
-            with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
+            with hidden_operators(gradients=call.differentiable):
+                if not cross:
+                    mask, call.statistics_mask = with_documents(mask, query.shape[2], key.shape[2])
+                call.mask = mask
                 # Only collectors and the check read the output; the statistics need no values.
                 is_output_needed = call.has_collectors or output is not None
                 result = attention(

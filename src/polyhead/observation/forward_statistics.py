@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from polyhead.errors import GradientError, OptionError
+from polyhead.observation.recomputation import is_recomputed
 from polyhead.observation.rows import corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
-from polyhead.observation.watcher import ObservedCall, is_recomputed
+from polyhead.observation.watcher import ObservedCall
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics
 from polyhead.ops.common.row_reduction import SHARE

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from types import CodeType, FunctionType
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from polyhead.errors import OptionError
 from polyhead.layers.torch_compat import MultiheadAttention
@@ -49,12 +48,13 @@ from polyhead.observation.followed_tensors import (
 )
 from polyhead.observation.materialised_calls import MaterialisedCall, UnknownProduct
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
+from polyhead.observation.recomputation import hidden_operators, is_recomputed
 from polyhead.observation.rows import Tokens
 from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
 from polyhead.observation.torch_modules import has_own_forward, notify_torch
 from polyhead.observation.transformers_models import uses_interface
-from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
+from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.ops.common.gates import gate_factors
@@ -313,7 +313,7 @@ class Interceptor:
             running = softmax.running  # products may be computed in a module of their own
         site = self._next_site(running)
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with hidden_operators():
                 read = read_product(running, product, index, weights, followed)
             call = self._located(read.call, site)
         except NotUnderstood as reason:
@@ -342,7 +342,7 @@ class Interceptor:
 
     def _located(self, call: AttentionCall, site: str) -> AttentionCall:
         """Return a call with the positions of its tokens; raise if its site had other heads before."""
-        with _disable_current_modes(), torch.no_grad():
+        with hidden_operators():
             call = located(call, self._starts, site)
         known = self.watcher.heads_at(site, cross=call.cross)
         _check_heads(known, call.query.shape[1])
@@ -453,9 +453,7 @@ def _check_heads(known: int | None, heads: int) -> None:
 def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
     """Compute the statistics of a call and report them."""
     observed.mask = call.mask
-    # A dispatch mode, as of selective checkpointing, would match these operators with those of the recomputation.
-    unseen: AbstractContextManager[Any] = nullcontext() if observed.differentiable else _disable_current_modes()
-    with unseen, torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
+    with hidden_operators(gradients=observed.differentiable):
         attended = attention(
             call.query,
             call.key,
@@ -466,7 +464,6 @@ def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
             logsumexp=observed.has_collectors,
         )
         result = replace(attended, output=heads)
-    with _disable_current_modes(), torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
         observed.notify(Attended(call.query, call.key, call.value, result, call.mask, call.scale))
 
 

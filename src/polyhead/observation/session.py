@@ -44,6 +44,7 @@ from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import origins_of
+from polyhead.observation.recomputation import hidden_operators, is_recomputed
 from polyhead.observation.rows import Tokens, matching_tokens, with_documents
 from polyhead.observation.session_limits import (
     OneThread,
@@ -59,7 +60,7 @@ from polyhead.observation.session_limits import (
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest
-from polyhead.observation.watcher import ObservedCall, OutputSite, is_recomputed
+from polyhead.observation.watcher import ObservedCall, OutputSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics
 
@@ -363,7 +364,8 @@ class Session:
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
         if call is not None:
             is_marked = not cross and call.requested is not None and (call.counts or call.differentiable)
-            masks = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else (mask, None)
+            with hidden_operators():
+                masks = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else (mask, None)
             call.mask, call.statistics_mask = masks
         is_same = query.shape[2] == key.shape[2]
         if self.compiled is not None:

@@ -20,6 +20,7 @@ from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
+from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
 from polyhead.observation.staging import wrapped_calls
 from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
@@ -332,7 +333,7 @@ def notify_torch(
             "gates of torch.nn.MultiheadAttention need dropout to be off, since its dropout mask is not accessible, "
             f"got {call.site.name!r} in training mode with dropout {layer.dropout}; call model.eval()"
         )
-    with torch.set_grad_enabled((call.differentiable or call.gate is not None) and torch.is_grad_enabled()):
+    with hidden_operators(gradients=call.differentiable or call.gate is not None):
         # `_project` only reads weights that PyTorch's class has too.
         q, k, v = MultiheadAttention._project(cast(MultiheadAttention, layer), query, key, value)
         # PyTorch's own condition for taking the hint in place of the mask.

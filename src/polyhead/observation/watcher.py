@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from polyhead.integrations.huggingface.attention import WatchedCall
@@ -22,11 +21,6 @@ class OutputSite:
     """
 
     name: str
-
-
-def is_recomputed() -> bool:
-    """Return whether a backward is running, i.e. a checkpointed layer is being recomputed."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class ObservedCall(WatchedCall, Protocol):
