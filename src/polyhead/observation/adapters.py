@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
 from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
-from polyhead.observation.watcher import Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, attention
+
+if TYPE_CHECKING:
+    from polyhead.observation.session import Session
 
 Adapters = Mapping[str | type[nn.Module], "Adapter"]
 
@@ -27,7 +29,7 @@ class AttentionNotifier:
 
     module: nn.Module
     adapter: Adapter
-    watcher: Watcher
+    session: Session
     unchecked: dict[str, None]  # names of the session's sites whose own outputs were not passed, in order of calls
 
     def __call__(
@@ -71,7 +73,7 @@ class AttentionNotifier:
         if tokens is not None and tokens.shape != (query.shape[0], query.shape[2]):
             raise ShapeError(f"tokens must be [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
         token_mask = Tokens.of(mask, query, key) if tokens is None else tokens
-        call = self.watcher.call(self.module, query.shape[1], token_mask, cross=cross, learned_sinks=sinks is not None)
+        call = self.session.call(self.module, query.shape[1], token_mask, cross=cross, learned_sinks=sinks is not None)
         if call is None:
             return None
         if call.gate is not None and not getattr(self.adapter, "gates", False):

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +54,13 @@ from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
 from polyhead.observation.torch_modules import has_own_forward, notify_torch
 from polyhead.observation.transformers_models import uses_interface
-from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.ops.common.gates import gate_factors
+
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
+    from polyhead.observation.session import Session
 
 FUNCTIONS = (
     *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
@@ -201,12 +204,12 @@ class Interceptor:
     """Intercepts the attention functions that modules of a model call.
 
     Args:
-        watcher: the session.
+        session: the session.
         on_return: called when the model itself returns from its outermost call.
         names: paths of the model's modules, by id.
     """
 
-    watcher: Watcher
+    session: Session
     on_return: Callable[[], None]
     names: Mapping[int, str] = field(default_factory=dict)
     skipped: dict[SkippedCall, None] = field(default_factory=dict)
@@ -344,17 +347,17 @@ class Interceptor:
         """Return a call with the positions of its tokens; raise if its site had other heads before."""
         with hidden_operators():
             call = located(call, self._starts, site)
-        known = self.watcher.heads_at(site, cross=call.cross)
+        known = self.session.heads_at(site, cross=call.cross)
         _check_heads(known, call.query.shape[1])
         return call
 
     def _begin(
         self, running: RunningModule, site: str, call: AttentionCall, *, learned_sinks: bool = False
-    ) -> ObservedCall | None:
+    ) -> Call | None:
         """Announce a call to the session; None if it is not observed."""
-        key = running.module if running.calls == 1 else OutputSite(site)
+        key = running.module if running.calls == 1 else site
         tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
-        return self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=learned_sinks)
+        return self.session.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=learned_sinks)
 
     def report_root(self, module: nn.Module) -> None:
         """Report the hand-written attention of the model itself, before the other hooks of its forward."""
@@ -367,7 +370,7 @@ class Interceptor:
         pending, running.pending = running.pending, []
         for x in pending:
             if running.has_unknown_softmax:
-                self.watcher.withdraw(x.observed)
+                self.session.withdraw(x.observed)
                 reason = "its module has another hand-written attention, which is not observed"
                 self.skipped[SkippedCall(x.site, reason)] = None
                 x.release()
@@ -436,12 +439,12 @@ class Interceptor:
         site = self._next_site(running)
         try:
             layer, arguments, cross = read_multi_head(running, *args, **kwargs)
-            _check_heads(self.watcher.heads_at(site, cross=cross), layer.num_heads)
+            _check_heads(self.session.heads_at(site, cross=cross), layer.num_heads)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             return result
-        key = running.module if running.calls == 1 else OutputSite(site)
-        removed = notify_torch(layer, arguments, self.watcher, key, cross=cross)
+        key = running.module if running.calls == 1 else site
+        removed = notify_torch(layer, arguments, self.session, key, cross=cross)
         return result if removed is None else (result[0] - removed, result[1])
 
 
@@ -450,7 +453,7 @@ def _check_heads(known: int | None, heads: int) -> None:
         raise NotUnderstood(f"a site must always have the same heads, got {heads} after {known}")
 
 
-def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
+def _report(observed: Call, call: AttentionCall, heads: Tensor) -> None:
     """Compute the statistics of a call and report them."""
     observed.mask = call.mask
     with hidden_operators(gradients=observed.differentiable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from polyhead.errors import OptionError
 from polyhead.observation.followed_tensors import version_of
 from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.softmax_calls import WIDTH, SoftmaxCall
-from polyhead.observation.watcher import ObservedCall
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
+
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
 
 
 class UnknownProduct:
@@ -28,7 +31,7 @@ class MaterialisedCall:
     """A call of hand-written attention; until its module returns, its weights may be multiplied with something else."""
 
     site: str
-    observed: ObservedCall
+    observed: Call
     read: SoftmaxCall | None  # None once it was reported
     heads: Tensor | None  # [batch, heads, queries, value_dim]
     version: int | None = field(init=False)

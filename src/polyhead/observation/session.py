@@ -60,7 +60,6 @@ from polyhead.observation.session_limits import (
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest
-from polyhead.observation.watcher import ObservedCall, OutputSite
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics
 
@@ -182,7 +181,7 @@ class Session:
         self.callback = callback
         self._staging = Staging(on_abort=self._drop, on_commit=self._call_back)
         self._unchecked: dict[str, None] = {}
-        self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
+        self._plans: dict[tuple[nn.Module | str, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates = Gates(self._gate_paths, self._are_sites_known)
         self._starts: dict[nn.Module, deque[SequenceStart]] = {}  # of sliding-window caches
@@ -393,7 +392,7 @@ class Session:
 
     def call(
         self,
-        module: nn.Module | OutputSite,
+        module: nn.Module | str,
         num_heads: int,
         tokens: Tokens | Tensor | None,
         *,
@@ -403,7 +402,7 @@ class Session:
         """Prepare the observation of one call of a module; None if it is not observed.
 
         Args:
-            module: attention module, or a site of it.
+            module: attention module, or the name of a further attention call of one, e.g. `blocks.3.attn#2`.
             num_heads: heads of the module.
             tokens: non-padding tokens of the call; None for all.
             cross: whether it is cross-attention.
@@ -442,7 +441,7 @@ class Session:
         call.differentiable, call.recorder = self._recorder is not None, None if is_recomputation else self._recorder
         return call
 
-    def withdraw(self, call: ObservedCall) -> None:
+    def withdraw(self, call: Call) -> None:
         """Undo `call` for a call that turns out not to be observed.
 
         Args:
@@ -523,9 +522,9 @@ class Session:
             call.record(result, non_padding)
         return call.gradient_hook
 
-    def _plan(self, module: nn.Module | OutputSite, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
-        path = module.name if isinstance(module, OutputSite) else self._names[id(module)]
-        origins = None if isinstance(module, OutputSite) else origins_of(self.model, path, module, num_heads)
+    def _plan(self, module: nn.Module | str, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
+        path = module if isinstance(module, str) else self._names[id(module)]
+        origins = None if isinstance(module, str) else origins_of(self.model, path, module, num_heads)
         site = self._site(path, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,15 @@ from polyhead.observation.nested_sessions import SharedSetting, merged_requests,
 from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
 from polyhead.observation.staging import wrapped_calls
-from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.statistics import as_statistics
 from polyhead.ops.common.tracing import is_transformed
+
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
+    from polyhead.observation.session import Session
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -71,7 +74,7 @@ _NO_FASTPATH = SharedSetting(_without_fastpath)
 
 
 @contextmanager
-def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
+def watched(layer: nn.Module, session: Session) -> Iterator[None]:
     """Hook a layer for the duration of the context."""
     hooks = _PolyheadHooks(session, layer) if isinstance(layer, BaseAttention) else _TorchHooks(session)
     with ExitStack() as undo:
@@ -125,7 +128,7 @@ def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) 
 class _Request:
     """A call of a polyhead layer, and the outputs that its caller requested."""
 
-    call: ObservedCall
+    call: Call
     statistics: Statistics | None
     logsumexp: bool
 
@@ -133,7 +136,7 @@ class _Request:
 class _Hooks:
     """Hooks of one layer. Those of a copy of the layer do nothing: a session observes the layer itself."""
 
-    session: Watcher | None
+    session: Session | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
@@ -144,7 +147,7 @@ class _Hooks:
 class _PolyheadHooks(_Hooks):
     """Hooks of a polyhead layer: request additional outputs and remove them from the caller's result."""
 
-    def __init__(self, session: Watcher, layer: BaseAttention) -> None:
+    def __init__(self, session: Session, layer: BaseAttention) -> None:
         self.session = session
         self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         self.mixes_heads = isinstance(layer, TalkingHeads)
@@ -228,7 +231,7 @@ _GATED = "_polyhead_gated"  # set on a module during a call with gates
 class _TorchHooks(_Hooks):
     """Hooks of `torch.nn.MultiheadAttention`, which recompute its attention and leave its output unchanged."""
 
-    def __init__(self, session: Watcher) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
         self.removed: Tensor | None = None
@@ -303,8 +306,8 @@ def is_same(query: Tensor, key: Tensor) -> bool:
 def notify_torch(
     layer: MultiheadAttention | FunctionArguments,
     arguments: dict[str, Any],
-    session: Watcher,
-    site: nn.Module | OutputSite,
+    session: Session,
+    site: nn.Module | str,
     *,
     cross: bool,
 ) -> Tensor | None:

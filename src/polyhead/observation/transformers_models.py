@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -19,19 +19,21 @@ from polyhead.integrations.huggingface.mask_functions import ORIGINALS
 from polyhead.integrations.huggingface.registration import NAME, OBSERVED, OBSERVED_EAGER, register
 from polyhead.masks import Mask
 from polyhead.observation.nested_sessions import Begin, begin_both
-from polyhead.observation.watcher import Watcher
+
+if TYPE_CHECKING:
+    from polyhead.observation.session import Session
 
 # Argument names under which transformers modules receive the encoder sequence of a cross-attention.
 SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "encoder_states")
 
 
 @contextmanager
-def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """Register `watcher` for all modules of the model for the duration of the context."""
+def watching(model: nn.Module, session: Session) -> Iterator[None]:
+    """Register a session for all modules of the model for the duration of the context."""
     with ExitStack() as undo:
         for module in model.modules():
             outer = WATCHERS.get(module)
-            WATCHERS[module] = watcher.begin if outer is None else begin_both(outer, watcher.begin)
+            WATCHERS[module] = session.begin if outer is None else begin_both(outer, session.begin)
             undo.callback(_restore, module, outer)
         yield
 
