@@ -54,17 +54,6 @@ class ForeignFunction:
         given.apply_defaults()
         return _READERS[self.original.__name__](running, given.arguments, self.signature)
 
-    @staticmethod
-    def output(result: Any) -> Tensor:
-        """Return the head outputs in a result, which may be a tuple with the log-sum-exp."""
-        output: Tensor = result[0] if isinstance(result, tuple) else result
-        return output
-
-    @staticmethod
-    def with_output(result: Any, output: Tensor) -> Any:
-        """Return a result with other head outputs."""
-        return (output, *result[1:]) if isinstance(result, tuple) else output
-
 
 _Arguments = dict[str, Any]
 _FLASH = {

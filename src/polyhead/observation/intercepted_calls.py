@@ -173,23 +173,15 @@ def _has_matrix_operator(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Function:
-    """Parser of an attention function: of its arguments, and of the head outputs in its results."""
+    """Parser of the arguments of an attention function, which returns the head outputs, alone or first of a tuple."""
 
     read: Callable[..., AttentionCall]
-    output: Callable[[Any], Tensor] = lambda result: result
-    with_output: Callable[[Any, Tensor], Any] = lambda result, output: output
     serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # runs in place of the function
     run: Callable[..., Any] = lambda original, args, kwargs: original(*args, **kwargs)
 
 
 _SDPA = _Function(read_scaled_dot_product)
-_FLEX = _Function(
-    flex_calls.read_flex,
-    output=lambda result: result[0],
-    with_output=lambda result, output: (output, *result[1:]),
-    serve=flex_calls.attend_flex,
-    run=flex_calls.run_flex,
-)
+_FLEX = _Function(flex_calls.read_flex, flex_calls.attend_flex, flex_calls.run_flex)
 _MULTI_HEAD = F.multi_head_attention_forward
 _FUNCTIONS: dict[Any, _Function] = {
     F.scaled_dot_product_attention: _SDPA,
@@ -197,6 +189,14 @@ _FUNCTIONS: dict[Any, _Function] = {
     torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
     flex_operator: _FLEX,
 }
+
+
+class _ThreadState(threading.local):
+    """Modules that run in the current thread, the innermost last, and the tensors that are followed in it."""
+
+    def __init__(self) -> None:
+        self.stack: list[RunningModule] = []
+        self.followed = FollowedTensors()
 
 
 @dataclass(slots=True, eq=False)
@@ -217,67 +217,57 @@ class Interceptor:
     materialised: dict[str, None] = field(default_factory=dict)  # names of sites whose weights the model materialises
     has_run: bool = False  # whether a module of the model has finished a call
     _starts: dict[str, deque[SequenceStart]] = field(default_factory=dict)
-    _threads: threading.local = field(default_factory=threading.local)
+    _reported: set[int] = field(default_factory=set)  # ids of modules whose attention other hooks report
+    _thread: _ThreadState = field(default_factory=_ThreadState)
 
     @contextmanager
     def watching(self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]) -> Iterator[None]:
         """Intercept while one of these modules runs; other hooks report the attention of those in `reported`."""
-        reported_ids = {id(module) for module in reported}
-
-        def wrap(method: Callable[..., Any], module: nn.Module) -> _Entry:
-            return _Entry(self, method, module, module is model, id(module) in reported_ids)
-
+        modules, reported = tuple(modules), tuple(reported)
+        self._reported = {id(module) for module in reported}
         with ExitStack() as undo:
             undo.callback(self._leave)
             # Before other hooks of the model, which may end what a session keeps of its forward.
             undo.callback(model.register_forward_hook(_ReportOf(self), prepend=True).remove)
-            modules = tuple(modules)
             undo.enter_context(foreign_functions.replaced({type(x) for x in modules}, _wrapped_foreign))
-            undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), wrap))
+            undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), self.run))
             yield
 
     def _leave(self) -> None:
         self._starts.clear()
-        self._threads = threading.local()
+        self._thread = _ThreadState()
         _remove_modes(self)
 
-    def run(self, entry: _Entry, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def run(
+        self, call: Callable[..., Any], module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """Run a module of the model."""
-        stack: list[RunningModule] | None = getattr(self._threads, "stack", None)
-        if stack is None:
-            stack = self._threads.stack = []
-        path, outer = self.names[id(entry.module)], stack[-1] if len(stack) else None
-        is_reported = entry.is_reported or (outer is not None and outer.is_reported)
-        stack.append(RunningModule(entry.module, path, positional, keywords, 0, is_reported, outer))
+        stack = self._thread.stack
+        path, outer = self.names[id(module)], stack[-1] if len(stack) else None
+        is_reported = id(module) in self._reported or (outer is not None and outer.is_reported)
+        stack.append(RunningModule(module, path, positional, keywords, 0, is_reported, outer))
         try:
             if len(stack) > 1:
-                result = entry.call(*positional, **keywords)
+                result = call(*positional, **keywords)
                 self._report_pending(stack[-1])
                 return result
             with _InterceptingMode(self):
-                result = entry.call(*positional, **keywords)
+                result = call(*positional, **keywords)
                 self._report_pending(stack[-1])
             self._list_unmultiplied()
             if not is_recomputed():
                 self.has_run = True
-                if entry.is_model:
+                if module is self.session.model:
                     self.on_return()
             return result
         finally:
             stack.pop()
             if not len(stack):
-                self._followed().clear()
-
-    def _followed(self) -> FollowedTensors:
-        followed: FollowedTensors | None = getattr(self._threads, "followed", None)
-        if followed is None:
-            followed = self._threads.followed = FollowedTensors()
-        return followed
+                self._thread.followed.clear()
 
     def follow(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is no attention function, and follow hand-written attention through it."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
-        followed, name = self._followed(), name_of(original)
+        stack, followed, name = self._thread.stack, self._thread.followed, name_of(original)
         is_followed = name in FOLLOWED or (len(followed.entries) > 0 and (followed.has_softmax or name in CARRYING))
         if not is_followed or not len(stack) or stack[-1].is_reported or uses_interface(type(stack[-1].module)):
             return original(*args, **kwargs)
@@ -361,7 +351,7 @@ class Interceptor:
 
     def report_root(self, module: nn.Module) -> None:
         """Report the hand-written attention of the model itself, before the other hooks of its forward."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        stack = self._thread.stack
         if len(stack) and stack[-1].module is module:
             self._report_pending(stack[-1])
 
@@ -380,7 +370,7 @@ class Interceptor:
 
     def _list_unmultiplied(self) -> None:
         """List as skipped every followed softmax that was not multiplied with values."""
-        for site, products in self._followed().softmaxes:
+        for site, products in self._thread.followed.softmaxes:
             if not len(products):
                 self.called[site] = None
                 reason = "its weights, a softmax of products, are not multiplied with values by matmul, bmm or einsum"
@@ -388,7 +378,7 @@ class Interceptor:
 
     def running(self) -> RunningModule | None:
         """Return the module that runs in this thread; None if its attention is reported in another way."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        stack = self._thread.stack
         return stack[-1] if len(stack) and not stack[-1].is_reported else None
 
     def attend(
@@ -409,7 +399,7 @@ class Interceptor:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run an attention function that this module calls, and report its attention."""
-        result = None
+        result: Any = None
         if function.serve is None:
             result = original(*args, **kwargs)  # also checks its arguments
         site = self._next_site(running)
@@ -424,12 +414,13 @@ class Interceptor:
         if observed is None:
             return result
         # The tensor that the model continues with, so that gradient hooks on it are called.
-        heads = call.axes.split(function.output(result))
+        heads = call.axes.split(result[0] if isinstance(result, tuple) else result)
         if observed.counts or observed.differentiable or observed.has_listener:
             _report(observed, call, heads)
         if observed.gate is not None:
             heads = heads * gate_factors(observed.gate, *heads.shape[:3]).to(heads.dtype)
-        return function.with_output(result, call.axes.join(heads))
+        output = call.axes.join(heads)
+        return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `F.multi_head_attention_forward`, which projects its inputs and outputs, and report its attention."""
@@ -492,7 +483,7 @@ class _InterceptingMode(TorchFunctionMode):
 
 def _wrapped_foreign(foreign: foreign_functions.ForeignFunction) -> FunctionType:
     """Return what is called in place of a function of another package: it reports to the sessions of its thread."""
-    function = _Function(foreign.read, foreign.output, foreign.with_output)
+    function = _Function(foreign.read)
 
     @wraps(foreign.original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -538,42 +529,17 @@ def _remove_modes(interceptor: Interceptor) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
-    """Method of a module that runs it and its hooks."""
-
-    interceptor: Interceptor
-    call: Callable[..., Any]
-    module: nn.Module
-    is_model: bool
-    is_reported: bool
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        return self.interceptor.run(self, positional, keywords)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled or copied module gets its own method back and is not observed.
-        return getattr, (self.module, "_call_impl")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _ReportOf:
-    """Forward hook of the model."""
+    """Forward hook of the model; that of a pickled or copied model, which is not observed, does nothing."""
 
-    interceptor: Interceptor
+    interceptor: Interceptor | None
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.interceptor.report_root(module)
+        if self.interceptor is not None:
+            self.interceptor.report_root(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()  # a pickled or copied module is not observed
-
-
-def _no_hook() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, inputs: Any, output: Any) -> None:
-    pass
+        return _ReportOf, (None,)
 
 
 def why_nothing_called(model: nn.Module) -> str:

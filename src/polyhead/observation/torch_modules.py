@@ -87,33 +87,21 @@ def watched(layer: nn.Module, session: Session) -> Iterator[None]:
             )
         before = layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
         undo.callback(before.remove)
-        undo.enter_context(wrapped_calls([layer], lambda call, module: _WithLastHook(call, module, before.id)))
+
+        def run(
+            call: Callable[..., Any], module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+        ) -> Any:
+            """Run the layer with this pre-hook last: those registered in the session may change inputs or weights."""
+            hooks = cast(OrderedDict[int, Any], module._forward_pre_hooks)
+            if next(reversed(hooks), None) != before.id and before.id in hooks:
+                hooks.move_to_end(before.id)
+            return call(*positional, **keywords)
+
+        undo.enter_context(wrapped_calls([layer], run))
         always = isinstance(hooks, _TorchHooks)  # to clean up after a call that raised
         after = layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True, always_call=always)
         undo.callback(after.remove)
         yield
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _WithLastHook:
-    """Run a module with the session's pre-hook last, after those registered inside the session.
-
-    Such hooks may change the inputs or the weights.
-    """
-
-    call: Callable[..., Any]
-    module: nn.Module
-    hook: int
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        hooks = cast(OrderedDict[int, Any], self.module._forward_pre_hooks)
-        if next(reversed(hooks), None) != self.hook and self.hook in hooks:
-            hooks.move_to_end(self.hook)
-        return self.call(*positional, **keywords)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled or copied module gets its own method back and is not observed.
-        return getattr, (self.module, "_call_impl")
 
 
 def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) -> Callable[[Attended], None]:
