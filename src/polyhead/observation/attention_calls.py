@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
+from polyhead.observation.forward_arguments import forward_arguments
 from polyhead.observation.rows import MASKING_BIAS, Tokens, with_documents, with_positions
 from polyhead.observation.torch_modules import FunctionArguments, is_same
 from polyhead.observation.transformers_models import SOURCES
@@ -57,20 +57,11 @@ class RunningModule:
 
     def inputs(self) -> dict[str, Any]:
         """Return the inputs by name."""
-        names = _parameters(type(self.module))
-        return {**dict(zip(names, self.positional, strict=False)), **self.keywords}
+        return forward_arguments(self.module, self.positional, self.keywords)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the floating-point inputs by name."""
         return {name: x for name, x in self.inputs().items() if isinstance(x, Tensor) and x.is_floating_point()}
-
-
-def _forward_parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
-# No decorator: mypy takes classes of modules for unhashable.
-_parameters: Callable[[type], tuple[str, ...]] = cache(_forward_parameters)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ from polyhead.observation.attention_calls import (
     is_cross,
 )
 from polyhead.observation.followed_tensors import FollowedTensors, HeadViews, Scores, Softmax, Weights, version_of
+from polyhead.observation.forward_arguments import parameters_of
 from polyhead.observation.matrix_products import Axis, MatrixProduct
 from polyhead.observation.rows import MASKING_BIAS
-from polyhead.observation.transformers_models import is_pretrained, takes_attention_mask
+from polyhead.observation.transformers_models import is_pretrained
 from polyhead.ops.common.tracing import is_transformed
 
 WIDTH = 8  # head dimension of all-zero queries and keys
@@ -344,7 +345,7 @@ def _without_padding(running: RunningModule, visible: Tensor) -> Tensor:
     """
     batch, _, queries, keys = visible.shape
     models = (x for x in (running, *running.around()) if is_pretrained(x.module))
-    inputs = next((x.inputs() for x in models if takes_attention_mask(type(x.module))), {})
+    inputs = next((x.inputs() for x in models if "attention_mask" in parameters_of(type(x.module).forward)), {})
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != (batch, keys) or queries != keys or bool((mask != 0).all()):
         return visible

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
+from polyhead.observation.forward_arguments import forward_arguments
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
 from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
@@ -137,7 +137,6 @@ class _PolyheadHooks(_Hooks):
 
     def __init__(self, session: Session, layer: BaseAttention) -> None:
         self.session = session
-        self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         self.mixes_heads = isinstance(layer, TalkingHeads)
         self.pending: list[_Request] = []
 
@@ -148,7 +147,7 @@ class _PolyheadHooks(_Hooks):
             return None
         assert isinstance(module, BaseAttention)
         self.pending.clear()  # left over from a call that raised
-        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        arguments = forward_arguments(module, positional, keywords)
         query, cross = arguments.get("query"), arguments.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
             return None  # the layer raises for invalid inputs
@@ -221,14 +220,13 @@ class _TorchHooks(_Hooks):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
         self.removed: Tensor | None = None
 
     def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.removed = None
         if self.session is None:
             return
-        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        arguments = forward_arguments(module, positional, keywords)
         inputs = [x for x in (arguments.get(name) for name in ("query", "key", "value")) if isinstance(x, Tensor)]
         if len(inputs) < 3 or not all(x.ndim in (2, 3) for x in inputs):
             return  # the layer raises for invalid inputs

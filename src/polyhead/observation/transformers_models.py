@@ -18,6 +18,7 @@ from polyhead.integrations.huggingface.attention import ORIGINAL, WATCHERS
 from polyhead.integrations.huggingface.mask_functions import ORIGINALS
 from polyhead.integrations.huggingface.registration import NAME, OBSERVED, OBSERVED_EAGER, register
 from polyhead.masks import Mask
+from polyhead.observation.forward_arguments import forward_arguments, parameters_of
 from polyhead.observation.nested_sessions import Begin, begin_both
 
 if TYPE_CHECKING:
@@ -78,13 +79,8 @@ def _calls_interface(kind: type) -> bool:
     return False
 
 
-def _takes_attention_mask(kind: Any) -> bool:
-    return "attention_mask" in inspect.signature(kind.forward).parameters
-
-
-# No decorators: mypy takes classes of modules for unhashable.
+# No decorator: mypy takes classes of modules for unhashable.
 uses_interface: Callable[[type], bool] = cache(_calls_interface)
-takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -191,7 +187,6 @@ def record_context(
 
     `check_paged` is called with the paged cache of a call, if any, and the attention implementation.
     """
-    names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     entered = getattr(getattr(module, "config", None), "_attn_implementation", None)  # polyhead, by `switched`
 
     def record(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -205,7 +200,7 @@ def record_context(
                 "switch it before or after the session. After continuous batching was initialized, a session observes "
                 "that alone"
             )
-        arguments = {**dict(zip(names, positional, strict=False)), **keywords}
+        arguments, names = forward_arguments(module, positional, keywords), parameters_of(type(module).forward)
         cross = any(name in names and arguments.get(name) is not None for name in SOURCES)
         first_tokens = getattr(arguments.get("attention_mask"), "first_tokens", None)
         contexts[id(module)] = CallContext(
