@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, get_args
+from dataclasses import dataclass, field, replace
+from typing import Self, get_args
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from polyhead.masks import Mask
 from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.direct_logits import DirectLogits
+from polyhead.observation.document_sums import MAX_DOCUMENTS, checked_documents, summed_by_document
 from polyhead.observation.role_evidence_rows import (
     COLUMNS,
     COPY_ROWS,
     PROFILED,
     PROFILED_PAIRS,
     BatchBaseline,
-    EvidenceSums,
     TokenLogits,
     measure,
     measure_baseline,
@@ -28,8 +28,6 @@ from polyhead.observation.role_evidence_rows import (
 from polyhead.observation.role_evidence_tokens import BINS, Kind, Segments, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
-
-MAX_DOCUMENTS = 256
 
 
 class EvidenceCollector:
@@ -131,21 +129,6 @@ def _same_keys(first: Mask | None, second: Mask | None) -> bool:
     return edges[0] == edges[1] and first.placed is second.placed and tensors[0] == tensors[1]
 
 
-def summed_by_document(*parts: tuple[Tensor, Mapping[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sorted documents of all parts, and their sums by name, on the device of the first part that has them.
-
-    A part has document indices [rows], on the CPU and not necessarily distinct, and its sums [rows, ...] by name.
-    """
-    documents = torch.unique(torch.cat([x for x, _ in parts]))
-    sums: dict[str, Tensor] = {}
-    for rows, (name, x) in ((rows, item) for rows, part in parts for item in part.items()):
-        if name not in sums:
-            sums[name] = torch.zeros(len(documents), *x.shape[1:], dtype=x.dtype, device=x.device)
-        index = torch.searchsorted(documents, rows).to(sums[name].device, non_blocking=True)
-        sums[name].index_add_(0, index, x.to(sums[name].device))
-    return documents, sums
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadEvidence(NamedTensors):
     """State of `EvidenceCollector` at one site: sums per document, sorted by document index."""
@@ -196,15 +179,10 @@ class HeadEvidence(NamedTensors):
                 f"evidence needs complete texts, got {queries} queries over {keys} keys; "
                 "run the model on complete texts, with use_cache=False"
             )
-        documents = metadata.documents
-        if documents is None or documents.shape != (attended.query.shape[0],) or documents.device.type != "cpu":
-            raise OptionError(
-                f"evidence needs the document index of each of the {attended.query.shape[0]} texts, on the CPU; "
-                "set session.metadata = BatchMetadata(documents=...) before calling the model"
-            )
+        documents = checked_documents(metadata, attended.query.shape[0], "evidence needs")
         baseline = self.collector.baseline_of(attended, non_padding, metadata)
         sums = measure(attended, baseline, self.output)
-        return self._with(documents.to(torch.int64) % self.collector.max_documents, sums)
+        return self._with(documents % self.collector.max_documents, sums)
 
     def merge(self, other: Self) -> Self:
         own_site, other_site = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
@@ -214,14 +192,12 @@ class HeadEvidence(NamedTensors):
             own, others = (getattr(x.collector, name) for x in (self, other))
             if own != others:
                 raise OptionError(f"only evidence with the same {name} can be merged, got {own} and {others}")
-        tensors = (x.to(self.sums.device) for x in (other.sums, other.hits, other.available, other.chance))
-        return self._with(other.documents, EvidenceSums(*tensors))
+        return self._with(other.documents, {name: x for name, x in other.state().items() if name != "documents"})
 
-    def _with(self, documents: Tensor, added: EvidenceSums) -> Self:
-        own, new = ({x.name: getattr(state, x.name) for x in fields(added)} for state in (self, added))
-        all_documents, tensors = summed_by_document((self.documents, own), (documents, new))
-        sums: dict[str, Any] = tensors
-        return replace(self, documents=all_documents, **sums)
+    def _with(self, documents: Tensor, added: Mapping[str, Tensor]) -> Self:
+        own = {name: getattr(self, name) for name in added}
+        all_documents, sums = summed_by_document((self.documents, own), (documents, added))
+        return NamedTensors.with_state(self, {"documents": all_documents, **sums})
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         loaded = NamedTensors.with_state(self, state)
