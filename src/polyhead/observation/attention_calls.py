@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from polyhead.masks import Mask, is_readable
 from polyhead.observation.forward_arguments import forward_arguments
-from polyhead.observation.rows import MASKING_BIAS, Tokens, with_documents, with_positions
+from polyhead.observation.rows import Tokens, dense_terms, with_documents, with_positions
 from polyhead.observation.torch_modules import FunctionArguments, is_same
 from polyhead.observation.transformers_models import SOURCES
 from polyhead.ops.common.tracing import is_transformed
@@ -449,11 +451,7 @@ def sequence_start(mask: Mask, key: Tensor) -> SequenceStart:
 
 def _visible_keys(mask: Mask) -> Tensor:
     """Return the keys that the dense terms of a mask show to any head, [batch or 1, queries or 1, keys]."""
-    terms = [*mask.allowed, *(x.detach() > MASKING_BIAS for x in mask.biases)]
-    visible = terms[0]
-    for term in terms[1:]:
-        visible = visible & term
-    return visible.any(1)
+    return reduce(operator.and_, dense_terms(mask)).any(1)
 
 
 def is_cross(running: RunningModule, query: Tensor, key: Tensor, mask: Mask | None) -> bool:

@@ -95,7 +95,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadAxes:
+class FeatureAxes:
     """Axes of projected queries, keys or values: those into which their features were split, one of them the heads."""
 
     split: tuple[int, ...] = ()
@@ -107,12 +107,12 @@ class HeadAxes:
 class HeadViews:
     """Views of projected tokens, whose axes are computed only where an attention needs them."""
 
-    start: HeadAxes
+    start: FeatureAxes
     views: tuple[tuple[torch.Size, Callable[..., Any], tuple[Any, ...], dict[str, Any], int], ...] = ()
 
-    def axes(self) -> HeadAxes | None:
+    def axes(self) -> FeatureAxes | None:
         """Return where the axes of the heads are; None if that is unknown."""
-        axes: HeadAxes | None = self.start
+        axes: FeatureAxes | None = self.start
         for shape, function, args, kwargs, index in self.views:
             moved = moved_axes(shape, function, (None, *args), kwargs)
             axes = None if axes is None or moved is None else _viewed_heads(axes, shape, moved[index][0])
@@ -215,7 +215,7 @@ class FollowedTensors:
                 self._split_features(first, result)
             is_merged = isinstance(result, Tensor) and (first.ndim, result.ndim) == (4, 3)
             if is_merged and result.shape[1:] == first.shape[2:] and first.is_floating_point():
-                self.set(result, HeadViews(HeadAxes((), (0, first.shape[0], first.shape[1]))))
+                self.set(result, HeadViews(FeatureAxes((), (0, first.shape[0], first.shape[1]))))
             return
         results = result if isinstance(result, list | tuple) else (result,)
         if isinstance(origin, HeadViews):
@@ -243,7 +243,7 @@ class FollowedTensors:
             if size == features and count == 1:
                 break
             if size == features:
-                self.set(result, HeadViews(HeadAxes(tuple(range(result.ndim - count, result.ndim)))))
+                self.set(result, HeadViews(FeatureAxes(tuple(range(result.ndim - count, result.ndim)))))
                 return
         if (
             result.ndim == first.ndim == 3
@@ -253,7 +253,7 @@ class FollowedTensors:
             and result.shape[1] != first.shape[1]
         ):  # [tokens, batch, features] -> [tokens, batch * heads, channels]
             merged = (1, first.shape[1], result.shape[1] // first.shape[1])
-            self.set(result, HeadViews(HeadAxes((), merged, is_outer=False)))
+            self.set(result, HeadViews(FeatureAxes((), merged, is_outer=False)))
 
     def _joined(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
         """Record heads that were split into a list and joined along the first axis; return whether they were."""
@@ -266,9 +266,9 @@ class FollowedTensors:
         if any(x is not None for x in are_known) or not result.is_floating_point() or result.ndim > 4:
             return False
         if name == "stack" and result.ndim == 4:
-            self.set(result, HeadViews(HeadAxes((0, 3))))
+            self.set(result, HeadViews(FeatureAxes((0, 3))))
         elif name != "stack" and result.ndim == 3 and len({x.shape for x in parts}) == 1:
-            self.set(result, HeadViews(HeadAxes((), (0, len(parts), parts[0].shape[0]), is_outer=True)))
+            self.set(result, HeadViews(FeatureAxes((), (0, len(parts), parts[0].shape[0]), is_outer=True)))
         return True
 
     def _of_weights(
@@ -355,7 +355,7 @@ def _viewed(
     )
 
 
-def _viewed_heads(origin: HeadAxes, shape: torch.Size, axes: list[MovedAxis]) -> HeadAxes | None:
+def _viewed_heads(origin: FeatureAxes, shape: torch.Size, axes: list[MovedAxis]) -> FeatureAxes | None:
     split = tuple(index for index, axis in enumerate(axes) if axis.is_whole and {*axis.sources} <= {*origin.split})
     merged, is_outer = None, None
     for index, axis in enumerate(axes):
@@ -368,7 +368,7 @@ def _viewed_heads(origin: HeadAxes, shape: torch.Size, axes: list[MovedAxis]) ->
             merged, is_outer = (index, outer, inner), axis.sources[0] in origin.split
     if origin.merged is not None and merged is None:
         return None
-    return HeadAxes(split, merged, is_outer) if len(split) or merged is not None else None
+    return FeatureAxes(split, merged, is_outer) if len(split) or merged is not None else None
 
 
 def _is_constant_along(x: Any, weights: Tensor, axis: int) -> bool:

@@ -100,12 +100,10 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
                 "instead, or pass adapters"
             )
     own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
-    has_others = len(others) > 0
 
     def may_call(kind: type) -> bool:
-        if _package(kind) == "transformers":
-            return _calls_attention(kind) or _multiplies_softmax(kind)
-        return not has_others or _calls_attention(kind) or _multiplies_softmax(kind)
+        is_unknown = not len(others) and _package(kind) != "transformers"
+        return is_unknown or _calls_attention(kind) or _multiplies_softmax(kind)
 
     if not len(overridden) and not any(may_call(type(x)) for x in own):
         return ()

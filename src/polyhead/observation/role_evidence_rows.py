@@ -17,7 +17,7 @@ from torch import Tensor
 from polyhead.masks import Mask
 from polyhead.observation.collectors import CollectedCall, exclude_padding, profile_rows
 from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, TokenMetadata
-from polyhead.observation.rows import MASKING_BIAS
+from polyhead.observation.rows import dense_terms
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
@@ -229,9 +229,7 @@ def without_biases(mask: Mask | None) -> Mask | None:
     """Return the mask without biases; a key visible to any head counts as visible."""
     if mask is None:
         return None
-    # transformers masks with the minimum of a dtype as well as with -inf.
-    unbiased = [bias.detach() > MASKING_BIAS for bias in mask.biases]
-    allowed = tuple(x.any(1, keepdim=True) for x in (*mask.allowed, *unbiased))
+    allowed = tuple(x.any(1, keepdim=True) for x in dense_terms(mask))
     return replace(mask, allowed=allowed, biases=(), relative_biases=())
 
 

@@ -265,8 +265,7 @@ class Session:
             if self.compiled is None:
                 undo.enter_context(nested_sessions.EAGER.held())
             undo.callback(self._forget)
-            nested_sessions.enter_session(self, self.model)
-            undo.callback(nested_sessions.leave_session, self)
+            undo.enter_context(nested_sessions.entered(self, self.model))
             if self.compiled is not None:
                 self._watch_compiled(self.compiled, undo)
                 self._undo = undo.pop_all()
@@ -424,8 +423,9 @@ class Session:
             tokens = matching_tokens(self._latest_tokens.get(plan.root), tokens)
         else:
             self._latest_tokens[plan.root] = tokens
+        gate_alone = None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         if not plan.chosen or not (len(columns) or len(self.collectors)):
-            return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
+            return gate_alone
         # A checkpointed layer is recomputed in the backward and must run the same operations as before. The
         # recomputation cannot be matched to its call, so with gradients enabled every call runs the same operations.
         is_recomputation = is_recomputed()
@@ -435,11 +435,20 @@ class Session:
         for counter in (tally.calls, tally.begun):
             counter[site] += not is_recomputation
         if not counts and not torch.is_grad_enabled() and self._recorder is None:
-            return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        has_collectors = len(self.collectors) > 0
-        call = Call(self, site, columns, plan.requested, tokens, counts, has_collectors, gate, learned_sinks)
-        call.differentiable, call.recorder = self._recorder is not None, None if is_recomputation else self._recorder
-        return call
+            return gate_alone
+        return Call(
+            self,
+            site,
+            columns,
+            plan.requested,
+            tokens,
+            counts,
+            has_collectors=len(self.collectors) > 0,
+            gate=gate,
+            learned_sinks=learned_sinks,
+            differentiable=self._recorder is not None,
+            recorder=None if is_recomputation else self._recorder,
+        )
 
     def withdraw(self, call: Call) -> None:
         """Undo `call` for a call that turns out not to be observed.

@@ -235,9 +235,10 @@ def _layout(
     if len(marked) == 1 and (not len(counts) or sizes[marked[0]] in counts):
         return _Layout(tuple(x for x in shared if x != marked[0]), marked[0], query)
     if len(shared) == 1:
-        return _of_three_axes(
-            running, shared[0], sizes[shared[0]], query, sizes[query], merged, counts, followed, unknown
-        )
+        layout = _of_three_axes(running, shared[0], query, sizes, merged, counts, followed.orders)
+        if layout is None:
+            raise unknown
+        return layout
     if len(shared) > 2 or len(marked):
         heads = [x for x in shared if sizes[x] in counts]
         if len(heads) != 1:
@@ -260,30 +261,28 @@ def _layout(
 def _of_three_axes(
     running: RunningModule,
     axis: Axis,
-    size: int,
     query: Axis,
-    queries: int,
+    sizes: Mapping[Axis, int],
     merged: tuple[Axis, int, int, bool | None] | None,
     counts: set[int],
-    followed: FollowedTensors,
-    unknown: NotUnderstood,
-) -> _Layout:
-    """Return the layout of [batch * heads, queries, keys], or of [batch, queries, keys] of one head."""
+    orders: dict[str, bool],
+) -> _Layout | None:
+    """Return the layout of [batch * heads, queries, keys], or [batch, queries, keys] of one head; None if unknown."""
     if merged is not None and merged[0] == axis:
         _, outer, inner, is_outer = merged
         if is_outer is None and (inner in counts) != (outer in counts):
             is_outer = outer in counts
         if is_outer is None:
-            is_outer = followed.orders.get(running.path)
+            is_outer = orders.get(running.path)
         if is_outer is not None and (not len(counts) or (outer if is_outer else inner) in counts):
-            followed.orders[running.path] = is_outer
+            orders[running.path] = is_outer
             return _Layout((), None, query, (axis, outer, inner, is_outer))
-    batches = {rows for rows, tokens in _tokens(running) if tokens == queries}
-    if 1 in counts or (not len(counts) and size in batches):
+    batches = {rows for rows, tokens in _tokens(running) if tokens == sizes[query]}
+    if 1 in counts or (not len(counts) and sizes[axis] in batches):
         return _Layout((axis,), None, query)
-    if size in counts and batches == {1}:
+    if sizes[axis] in counts and batches == {1}:
         return _Layout((), axis, query)
-    raise unknown
+    return None
 
 
 def _logits(weights: Weights) -> tuple[Tensor, Tensor | None]:
