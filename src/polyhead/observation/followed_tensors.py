@@ -10,13 +10,16 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polyhead.observation.attention_calls import RunningModule
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, VIEWS, MatrixProduct, MovedAxis, moved_axes
+
+if TYPE_CHECKING:
+    from polyhead.observation.materialised_calls import MaterialisedCall
 
 SOFTMAX = ("softmax", "_softmax")
 # Functions that leave weights as they are; dropout counts as one, since statistics are of the weights before it.
@@ -79,7 +82,8 @@ class Softmax:
     scores: Scores | None
     running: RunningModule  # the module that computed it
     reason: str = ""  # why it cannot be read; empty if it can
-    products: list[Any] = field(default_factory=list)  # what its products with values were read as
+    # What its products with values were read as; None for one that is not observed.
+    products: list[MaterialisedCall | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +132,7 @@ class FollowedTensors:
 
     entries: dict[int, tuple[weakref.ref[Tensor], int | None, Origin]] = field(default_factory=dict)
     # Softmaxes of products of queries and keys: the module, and what their products with values were read as.
-    softmaxes: list[tuple[str, list[Any]]] = field(default_factory=list)
+    softmaxes: list[tuple[str, list[MaterialisedCall | None]]] = field(default_factory=list)
 
     has_softmax: bool = False  # whether any weights were followed
     orders: dict[str, bool] = field(default_factory=dict)  # of merged batch and heads, by module: heads outside

@@ -199,10 +199,7 @@ class ForwardStatistics(Mapping[Key, SiteRows]):
         self._sites = dict(sites)
 
     def __getitem__(self, key: Key | str) -> SiteRows:
-        if not isinstance(key, str):
-            matches = [candidate for candidate in self._sites if candidate == key]
-        else:
-            matches = [candidate for candidate in self._sites if candidate[0] == key]
+        matches = [site for site in self._sites if key in (site, site[0])]
         if len(matches) != 1:
             rule = "a site is selected by its path, or by (path, kind) if it has self- and cross-attention"
             raise OptionError(f"{rule}; got {key!r} for the sites {', '.join(map(str, self._sites)) or 'none'}")

@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from polyhead.observation.calls import Call
 
 
-class UnknownProduct:
-    """A product of weights and values that is not observed."""
-
-    def add_product(self) -> None:
-        pass
-
-
 @dataclass(slots=True, eq=False)
 class MaterialisedCall:
     """A call of hand-written attention; until its module returns, its weights may be multiplied with something else."""

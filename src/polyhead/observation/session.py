@@ -25,7 +25,15 @@ from polyhead.observation import (
     torch_modules,
     transformers_models,
 )
-from polyhead.observation.attention_calls import CACHES, SequenceStart, is_dense, located_in_cache, sequence_start
+from polyhead.observation.cache_positions import (
+    CACHES,
+    SequenceStart,
+    is_dense,
+    locate_sinks,
+    located_in_cache,
+    sequence_start,
+)
+from polyhead.observation.calling_modules import calling_modules
 from polyhead.observation.calls import Call, Plan
 from polyhead.observation.collectors import (
     BatchMetadata,
@@ -207,7 +215,7 @@ class Session:
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
         # Modules that may call attention functions by themselves.
-        self._calling = intercepted_calls.calling_modules(self.model, self.attention_modules)
+        self._calling = calling_modules(self.model, self.attention_modules)
         if not len(self.attention_modules) and not len(self._calling):
             raise OptionError(transformers_models.why_unobservable(self.model))
 
@@ -386,7 +394,7 @@ class Session:
                     latest = {root: located[1] for root, x in self._latest_tokens.items() if x is tokens}
                     self._latest_tokens.update(latest)
             elif is_cached and dropped and call is not None and call.requested is not None:
-                _locate_sinks(call, tokens, dropped, context.first_tokens)
+                locate_sinks(call, tokens, dropped, context.first_tokens)
         return call
 
     def call(
@@ -708,20 +716,6 @@ class Session:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
         note = f"; {intercepted_calls.MATERIALISED}" if len(self.materialised) else ""
         return f"Session({type(self.model).__name__}, {heads} heads observed{note})"
-
-
-def _locate_sinks(call: Call, tokens: Tokens, dropped: int, first: Tensor | None) -> None:
-    """Set which of the first keys a sliding-window cache still holds, of sequences whose first tokens are `first`."""
-    if first is None:  # padding that the cache still holds shows the first token
-        held = tokens.first_token()
-        first = torch.where(held > 0, held + dropped, 0)
-    assert call.requested is not None
-    if call.requested.sink_keys == 1:
-        call.sinks_in_view = (first >= dropped).expand(tokens.batch)
-    elif call.mask is None or call.mask.placed is None:
-        index = torch.arange(tokens.keys, device=tokens.device) + dropped - first[:, None]
-        placed = Mask.positions(index[:, tokens.keys - tokens.queries :], index.clamp_min(-1))
-        call.mask = placed if call.mask is None else call.mask & placed
 
 
 def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:

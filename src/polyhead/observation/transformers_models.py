@@ -94,11 +94,11 @@ def is_pretrained(module: nn.Module) -> bool:
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the transformers models in a module by path, without those inside another; a model itself at ""."""
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if is_pretrained(module) and not any(is_inside(path, outer) for outer in found):
-            found[path] = module
-    return found
+        if is_pretrained(module) and not any(is_inside(path, outer) for outer in models):
+            models[path] = module
+    return models
 
 
 def is_inside(path: str, outer: str) -> bool:
@@ -211,7 +211,7 @@ def record_context(
 
 
 def _positions(module: nn.Module, arguments: dict[str, Any]) -> tuple[int | None, int | Tensor]:
-    """Return the number of keys that a sliding-window cache has dropped, and that of tokens that a cache has seen."""
+    """Return how many keys a sliding-window cache has dropped, and the length of the sequence in a cache so far."""
     caches = (arguments.get(name) for name in ("past_key_values", "past_key_value"))
     cache = next((candidate for candidate in caches if candidate is not None), None)
     layer, hidden = getattr(module, "layer_idx", None), arguments.get("hidden_states")
@@ -221,8 +221,8 @@ def _positions(module: nn.Module, arguments: dict[str, Any]) -> tuple[int | None
     offset = cache.get_mask_sizes(hidden.shape[1], layer)[1]  # as transformers computes it for masks
     if not isinstance(offset, int):
         return None, 0
-    seen = cache.get_seq_length(layer)
-    return offset, seen.clone() if isinstance(seen, Tensor) else seen  # a cache updates its tensor in place
+    length = cache.get_seq_length(layer)
+    return offset, length.clone() if isinstance(length, Tensor) else length  # a cache updates its tensor in place
 
 
 def infer_cross(module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None) -> bool:
