@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self, get_args
 
@@ -25,7 +25,7 @@ from polyhead.observation.role_evidence_rows import (
     measure,
     measure_baseline,
 )
-from polyhead.observation.role_evidence_tokens import BINS, Kind, Segments, TokenTables, TokenVectors
+from polyhead.observation.role_evidence_tokens import BINS, SPECIAL, Kind, Segments, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -33,12 +33,10 @@ from polyhead.ops.attended import Attended
 class EvidenceCollector:
     """Collector of the per-document, per-head sums that `polyhead.analysis.roles` needs.
 
-    `session.metadata.documents` is required; `tokens` and `classes` add evidence on repeated tokens, punctuation and
-    rare tokens. Each row of a batch must be one complete text: no KV cache, no packing.
+    `session.metadata.documents` is required; `tokens` and `classes`, of `sources.TokenClass`, add evidence on repeated
+    tokens, punctuation and rare tokens. Each row of a batch must be one complete text: no KV cache, no packing.
 
     Args:
-        special, punctuation: values of `metadata.classes` for these token classes; by default those of
-            `sources.TokenClass`, with newlines as punctuation.
         rare: boolean [vocabulary], such as `role_evidence_tokens.rare_tokens` of the token counts of a text.
         meaning: token embeddings, such as `TokenVectors.of(model.get_input_embeddings().weight)`.
         segments: function from tokens to word and sentence indices, such as `polyhead.sources.segments.Segments`.
@@ -54,8 +52,6 @@ class EvidenceCollector:
         self,
         *,
         name: str = "evidence",
-        special: Sequence[int] = (0,),
-        punctuation: Sequence[int] = (5, 8),
         rare: Tensor | None = None,
         meaning: TokenVectors | None = None,
         segments: Segments | None = None,
@@ -73,7 +69,7 @@ class EvidenceCollector:
         self.max_documents = max_documents
         self.direct_logits = direct_logits
         self.only = only
-        self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments, only)
+        self.tables = TokenTables(rare, meaning, segments, only)
         self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], BatchBaseline] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:
@@ -110,7 +106,7 @@ class EvidenceCollector:
             return None
         ordinary = torch.ones_like(metadata.tokens, dtype=torch.bool)
         if metadata.classes is not None:
-            ordinary = ~torch.isin(metadata.classes, torch.tensor(self.tables.special))
+            ordinary = metadata.classes != SPECIAL
         ordinary, tokens = (x.to(device, non_blocking=True) for x in (ordinary, metadata.tokens))
         present = torch.ones_like(ordinary) if non_padding is None else non_padding.expand_as(ordinary)
         ordinary = ordinary & present & (present.cumsum(-1) > 1)  # the first token is an attention sink
