@@ -182,15 +182,22 @@ def check_tensors(running: RunningModule, *tensors: Tensor) -> HeadAxes:
 
 def check_plain(*tensors: Tensor) -> None:
     """Raise for query, key and value that cannot be observed, of any rank."""
+    if reason := unreadable("queries, keys and values", *tensors):
+        raise NotUnderstood(reason)
+
+
+def unreadable(names: str, *tensors: Tensor) -> str:
+    """Return why tensors, which the message calls `names`, cannot be observed; empty if they can."""
     if is_transformed():
-        raise NotUnderstood("it runs inside a transform of torch.func or in forward-mode AD")
+        return "it runs inside a transform of torch.func or in forward-mode AD"
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        raise NotUnderstood("it is traced")
+        return "it is traced"
     for x in tensors:
-        if not isinstance(x, Tensor) or type(x) not in (Tensor, nn.Parameter) or x.is_nested or x.is_meta:
-            kind = "a meta tensor" if type(x) is Tensor and x.is_meta else f"a {type(x).__name__}"
-            kind = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else kind
-            raise NotUnderstood(f"queries, keys and values must be plain tensors, got {kind}")
+        if type(x) not in (Tensor, nn.Parameter) or x.is_nested or x.is_meta:
+            kind = "meta tensor" if type(x) is Tensor and x.is_meta else type(x).__name__
+            kind = "nested tensor" if isinstance(x, Tensor) and x.is_nested else kind
+            return f"{names} must be plain tensors, got a {kind}"
+    return ""
 
 
 def _axes(running: RunningModule, query: Tensor) -> HeadAxes:

@@ -19,13 +19,13 @@ from polyhead.observation.attention_calls import (
     as_mask,
     head_counts,
     is_cross,
+    unreadable,
 )
 from polyhead.observation.followed_tensors import FollowedTensors, HeadViews, Scores, Softmax, Weights, version_of
 from polyhead.observation.forward_arguments import parameters_of
 from polyhead.observation.matrix_products import Axis, MatrixProduct
 from polyhead.observation.rows import MASKING_BIAS
 from polyhead.observation.transformers_models import is_pretrained
-from polyhead.ops.common.tracing import is_transformed
 
 WIDTH = 8  # head dimension of all-zero queries and keys
 
@@ -47,24 +47,13 @@ def softmax_of(
     scores = origin if isinstance(origin, Scores) else None
     if logits.ndim == 2 and scores is None:
         return
-    softmax = Softmax(logits, version_of(logits), scores, running, _why_unreadable(logits))
+    softmax = Softmax(logits, version_of(logits), scores, running, unreadable("logits", logits))
     if kwargs.get("out") is not None or result is logits:
         softmax.reason = "its softmax overwrites the logits"
     if scores is not None:
         followed.softmaxes.append((running.path, softmax.products))
     followed.has_softmax = True
     followed.set(result, Weights(softmax, axis))
-
-
-def _why_unreadable(x: Tensor) -> str:
-    if is_transformed():
-        return "it runs inside a transform of torch.func or in forward-mode AD"
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return "it is traced"
-    if x.is_meta or x.is_nested or type(x) not in (Tensor, nn.Parameter):
-        kind = "meta" if x.is_meta else "nested" if x.is_nested else type(x).__name__
-        return f"logits must be plain tensors, got a {kind} tensor"
-    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
