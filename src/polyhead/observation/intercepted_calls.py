@@ -378,15 +378,15 @@ class _InterceptingMode(TorchFunctionMode):
         return self.interceptor.attend(function, func, args, kwargs or {})
 
 
-def _wrapped_foreign(foreign: foreign_functions.ForeignFunction) -> FunctionType:
+def _wrapped_foreign(original: FunctionType, read: foreign_functions.Read) -> FunctionType:
     """Return what is called in place of a function of another package: it reports to the sessions of its thread."""
-    function = _Function(foreign.read)
+    function = _Function(read)
 
-    @wraps(foreign.original)
+    @wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
-            return foreign.original(*args, **kwargs)
-        return _attend_foreign(function, foreign.original, args, kwargs)
+            return original(*args, **kwargs)
+        return _attend_foreign(function, original, args, kwargs)
 
     return cast("FunctionType", wrapper)
 

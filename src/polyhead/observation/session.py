@@ -444,19 +444,9 @@ class Session:
             counter[site] += not is_recomputation
         if not counts and not torch.is_grad_enabled() and self._recorder is None:
             return gate_alone
-        return Call(
-            self,
-            site,
-            columns,
-            plan.requested,
-            tokens,
-            counts,
-            has_collectors=len(self.collectors) > 0,
-            gate=gate,
-            learned_sinks=learned_sinks,
-            differentiable=self._recorder is not None,
-            recorder=None if is_recomputation else self._recorder,
-        )
+        call = Call(self, site, columns, plan.requested, tokens, counts, len(self.collectors) > 0, gate, learned_sinks)
+        call.differentiable, call.recorder = self._recorder is not None, None if is_recomputation else self._recorder
+        return call
 
     def withdraw(self, call: Call) -> None:
         """Undo `call` for a call that turns out not to be observed.
