@@ -138,7 +138,7 @@ class _PolyheadHooks(_Hooks):
     def __init__(self, session: Session, layer: BaseAttention) -> None:
         self.session = session
         self.mixes_heads = isinstance(layer, TalkingHeads)
-        self.pending: list[_Request] = []
+        self.request: _Request | None = None  # of the running call
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -146,7 +146,7 @@ class _PolyheadHooks(_Hooks):
         if self.session is None:
             return None
         assert isinstance(module, BaseAttention)
-        self.pending.clear()  # left over from a call that raised
+        self.request = None  # left over from a call that raised
         arguments = forward_arguments(module, positional, keywords)
         query, cross = arguments.get("query"), arguments.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
@@ -156,8 +156,7 @@ class _PolyheadHooks(_Hooks):
         if call is None:
             return None
         callers_statistics = as_statistics(arguments.get("statistics"))
-        requested = _Request(call, callers_statistics, bool(arguments.get("logsumexp")))
-        self.pending.append(requested)
+        self.request = _Request(call, callers_statistics, bool(arguments.get("logsumexp")))
         gate = arguments.get("head_gate")
         if call.gate is not None:
             sizes = (query.shape[0], heads, query.shape[1])
@@ -165,27 +164,27 @@ class _PolyheadHooks(_Hooks):
         return positional, {
             **keywords,
             "statistics": merged_requests(call.requested, callers_statistics, learned_sinks),
-            "logsumexp": requested.logsumexp or call.has_collectors,
+            "logsumexp": self.request.logsumexp or call.has_collectors,
             "head_gate": gate,
         }
 
     def listen(self, attended: Attended) -> None:
-        if self.session is not None and len(self.pending):
-            call = self.pending[-1].call
+        if self.session is not None and self.request is not None:
+            call = self.request.call
             recompute = self.mixes_heads and call.differentiable
             call.notify(_with_gradients(attended, call.requested) if recompute else attended)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
     ) -> AttentionOutput | None:
-        if self.session is None or not len(self.pending):
+        request, self.request = self.request, None
+        if self.session is None or request is None:
             return None
-        requested = self.pending.pop()
         statistics = None
-        if requested.statistics is not None and output.statistics is not None:
-            names = requested.statistics.wanted(learned_sinks=requested.call.learned_sinks)
+        if request.statistics is not None and output.statistics is not None:
+            names = request.statistics.wanted(learned_sinks=request.call.learned_sinks)
             statistics = RowStatistics(**{k: v for k, v in output.statistics.items() if k in names})
-        return replace(output, statistics=statistics, logsumexp=output.logsumexp if requested.logsumexp else None)
+        return replace(output, statistics=statistics, logsumexp=output.logsumexp if request.logsumexp else None)
 
 
 def _with_gradients(attended: Attended, requested: Statistics | None) -> Attended:
