@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import polyhead
+from polyhead.layers.base_attention import BaseAttention
+from polyhead.layers.variants import TalkingHeads
 from polyhead.observation import AttentionDistances, AttentionMaps, BatchMetadata, Contributions
 from polyhead.observation.role_evidence import EvidenceCollector
 from polyhead.training import HeadMonitor
@@ -39,7 +41,7 @@ class Block(nn.Module):
                 attended = self.attention(x, x[..., :7], x[..., :7])[0]
             case nn.MultiheadAttention():
                 attended = self.attention(x, x, x, need_weights=False)[0]
-            case polyhead.MultiHeadAttention():
+            case BaseAttention():
                 attended = self.attention(x).output
             case _:
                 attended = self.attention(x)
@@ -48,6 +50,7 @@ class Block(nn.Module):
 
 ATTENTIONS = {
     "polyhead": lambda: polyhead.MultiHeadAttention(WIDTH, HEADS, causal=True),
+    "talking heads": lambda: TalkingHeads(WIDTH, HEADS, causal=True),
     "torch": lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
     "torch, separate projections": OtherWidths,
     "adapter": Handwritten,

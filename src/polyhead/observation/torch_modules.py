@@ -195,7 +195,8 @@ def _with_gradients(attended: Attended, requested: Statistics | None) -> Attende
     query, key, mask, scale = attended.query, attended.key, attended.mask, attended.scale
     if requested is None or not torch.is_grad_enabled():
         return attended
-    rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=requested).statistics
+    with hidden_operators(gradients=True):
+        rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=requested).statistics
     return replace(attended, result=replace(attended.result, statistics=rows))
 
 
