@@ -9,8 +9,7 @@ from torch import Tensor
 import polyhead
 from polyhead.errors import OptionError
 from polyhead.observation import BatchMetadata, load, save
-from polyhead.observation.document_sums import DocumentSums, SiteDocumentSums
-from polyhead.observation.role_evidence import MAX_DOCUMENTS
+from polyhead.observation.document_sums import MAX_DOCUMENTS, DocumentSums, SiteDocumentSums
 
 HEADS, LENGTHS, DOCUMENTS = 3, (11, 7, 1, 5), (4, 2, 9, 2)
 NAMES = ("entropy", "normalized_entropy", "max_logit", "mean_distance", "previous_mass")

@@ -14,13 +14,14 @@ from torch import Tensor
 import polyhead
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
-from polyhead.observation import AttentionMaps, BatchMetadata, role_evidence, role_evidence_rows
+from polyhead.observation import AttentionMaps, BatchMetadata, role_evidence, role_evidence_rows, role_evidence_tokens
 from polyhead.observation.role_evidence import EvidenceCollector, HeadEvidence
 from polyhead.observation.role_evidence_rows import COLUMNS, COSINES, WINDOW
 from polyhead.observation.role_evidence_tokens import BINS, NEAR, NEAREST, TokenVectors, rare_tokens
 from polyhead.observation.top_keys import TopKeys
 from polyhead.observation.transformers_models import interface_modules
 from polyhead.ops.attended import Attended
+from polyhead.sources.token_class import TokenClass
 from tests.integrations.huggingface import models
 from tests.waiting import waiting_is_an_error
 
@@ -575,3 +576,8 @@ def test_nothing_waits_for_the_device() -> None:
         expected = again.observations.collected[site]["evidence"]
         torch.testing.assert_close(values["evidence"].sums.cpu(), expected.sums, rtol=1e-4, atol=1e-4)
         assert torch.equal(values["evidence"].available.cpu(), expected.available)
+
+
+def test_token_classes_are_those_of_the_texts():
+    assert role_evidence_tokens.SPECIAL == TokenClass.SPECIAL
+    assert role_evidence_tokens.PUNCTUATION == (TokenClass.PUNCTUATION, TokenClass.NEWLINE)

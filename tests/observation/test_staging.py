@@ -239,7 +239,7 @@ def test_the_model_is_left_as_it_was_and_copies_are_their_own():
     bert = _bert()
     with torch.no_grad(), polyhead.observe(bert) as session:
         for copied in (copy.deepcopy(bert), pickle.loads(pickle.dumps(bert.pooler))):
-            assert "Staged" not in repr(copied.__dict__.get("_call_impl"))
+            assert "_Wrapped" not in repr(copied.__dict__.get("_call_impl"))
         other = copy.deepcopy(bert)
         for parameter in other.parameters():
             parameter.zero_()

@@ -80,5 +80,17 @@ def test_documents_must_be_known():
     layer = polyhead.MultiHeadAttention(16, 2)
     same = {("MultiHeadAttention", "self"): torch.eye(8).expand(2, 8, 8)}
     session = polyhead.observe(layer, statistics=False, collect=[TokenSample(same)])
-    with torch.no_grad(), session, pytest.raises(OptionError, match="the document index of each row"):
+    with torch.no_grad(), session, pytest.raises(OptionError, match="the document index of each of the 1 texts"):
         layer(torch.randn(1, 3, 16))
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"documents": torch.tensor([4])}, {"documents": torch.arange(3), "pieces": torch.tensor([1])}]
+)
+def test_an_index_for_each_text(metadata):
+    layer = polyhead.MultiHeadAttention(16, 2)
+    same = {("MultiHeadAttention", "self"): torch.eye(8).expand(2, 8, 8)}
+    session = polyhead.observe(layer, statistics=False, collect=[TokenSample(same)])
+    session.metadata = BatchMetadata(**metadata)
+    with torch.no_grad(), session, pytest.raises(OptionError, match=r"3 texts|here \[3\]"):
+        layer(torch.randn(3, 5, 16))

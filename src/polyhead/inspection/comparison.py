@@ -16,7 +16,7 @@ from polyhead.inspection.matching import Matching, Unmatched, match_heads
 from polyhead.inspection.result import Inspection
 from polyhead.inspection.vocabulary import IMPORTANCE
 from polyhead.observation import AttentionSite
-from polyhead.observation.role_evidence import MAX_DOCUMENTS
+from polyhead.observation.document_sums import MAX_DOCUMENTS
 
 FALSE_DISCOVERIES = 0.05  # expected share of the changes that are beyond sampling error but are none
 EXACT = ("qk_top_share", "ov_top_share")  # computed from the weights: any difference is one of the weights

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import OptionError, ShapeError
 from polyhead.masks import Mask
+from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
-from polyhead.observation.watcher import Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, attention
+
+if TYPE_CHECKING:
+    from polyhead.observation.session import Session
 
 Adapters = Mapping[str | type[nn.Module], "Adapter"]
 
@@ -26,7 +29,7 @@ class AttentionNotifier:
 
     module: nn.Module
     adapter: Adapter
-    watcher: Watcher
+    session: Session
     unchecked: dict[str, None]  # names of the session's sites whose own outputs were not passed, in order of calls
 
     def __call__(
@@ -70,7 +73,7 @@ class AttentionNotifier:
         if tokens is not None and tokens.shape != (query.shape[0], query.shape[2]):
             raise ShapeError(f"tokens must be [batch, queries], here {[*query.shape[::2]]}, got {list(tokens.shape)}")
         token_mask = Tokens.of(mask, query, key) if tokens is None else tokens
-        call = self.watcher.call(self.module, query.shape[1], token_mask, cross=cross, learned_sinks=sinks is not None)
+        call = self.session.call(self.module, query.shape[1], token_mask, cross=cross, learned_sinks=sinks is not None)
         if call is None:
             return None
         if call.gate is not None and not getattr(self.adapter, "gates", False):
@@ -79,11 +82,11 @@ class AttentionNotifier:
                 f"got a gate for {call.site.name!r} and {type(self.adapter).__name__}"
             )
         if call.counts or call.differentiable:
-            if not cross:
-                mask, call.statistics_mask = with_documents(mask, query.shape[2], key.shape[2])
-            call.mask = mask
             call.tokens = call.tokens if tokens is None else tokens
-            with torch.set_grad_enabled(call.differentiable and torch.is_grad_enabled()):
+            with hidden_operators(gradients=call.differentiable):
+                if not cross:
+                    mask, call.statistics_mask = with_documents(mask, query.shape[2], key.shape[2])
+                call.mask = mask
                 # Only collectors and the check read the output; the statistics need no values.
                 is_output_needed = call.has_collectors or output is not None
                 result = attention(

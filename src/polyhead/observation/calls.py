@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from polyhead.masks import Mask
 from polyhead.observation.compiled import GradientHook
 from polyhead.observation.forward_statistics import ForwardRecorder
+from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
@@ -53,6 +52,10 @@ class Call:
     def notify(self, attended: Attended) -> None:
         if self.mask is None:
             self.mask = attended.mask
+        with hidden_operators(gradients=self.differentiable):
+            self._notify(attended)
+
+    def _notify(self, attended: Attended) -> None:
         if self.statistics_mask is not None and (self.counts or self.has_listener or self.differentiable):
             attended = self._with_own_statistics(attended, self.statistics_mask)
             self.mask = self.statistics_mask
@@ -72,21 +75,18 @@ class Call:
 
     def _with_own_statistics(self, attended: Attended, mask: Mask) -> Attended:
         """Return the call with statistics computed under another mask; head outputs and weights stay its own."""
-        # A dispatch mode, as of selective checkpointing, would match these operators with those of the recomputation.
-        no_modes: AbstractContextManager[Any] = nullcontext() if self.differentiable else _disable_current_modes()
-        with no_modes, torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
-            result = attention(
-                attended.query,
-                attended.key,
-                attended.value[..., :1],  # the statistics need no values
-                mask=mask,
-                scale=attended.scale,
-                softcap=attended.softcap,
-                sinks=attended.sinks,
-                statistics=self.requested,
-                logsumexp=self.has_collectors,
-                finite=True,
-            )
+        result = attention(
+            attended.query,
+            attended.key,
+            attended.value[..., :1],  # the statistics need no values
+            mask=mask,
+            scale=attended.scale,
+            softcap=attended.softcap,
+            sinks=attended.sinks,
+            statistics=self.requested,
+            logsumexp=self.has_collectors,
+            finite=True,
+        )
         result = replace(result, output=attended.result.output, weights=attended.result.weights)
         return replace(attended, result=result, mask=mask)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,11 +57,14 @@ class Managers:
         self._modules, self._switch = modules, switch
         with ExitStack() as self._undo:
             creators = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
-            self._undo.enter_context(
-                wrapped_calls(creators, lambda method, module: _Initialize(self, module, method), (_METHOD,))
-            )
+            self._undo.enter_context(wrapped_calls(creators, self._run_creator, (_METHOD,)))
             self._undo.callback(self.names.clear)
             yield
+
+    def _run_creator(
+        self, method: Callable[..., Any], module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        return self.create(method, module, *positional, **keywords)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -97,15 +99,20 @@ class Managers:
                 f"elsewhere and attention by {implementation!r}; enter the session first"
             )
 
-    def create(self, initialize: Callable[..., Any], model: Any, generation: Any, options: Any, hints: Any) -> Any:
+    def create(
+        self,
+        initialize: Callable[..., Any],
+        model: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
         """Return the manager that a model's method creates, without CUDA graphs and compiled code.
 
         Args:
             initialize: the method.
             model: the model.
-            generation: generation config, or None.
-            options: config of continuous batching, or None.
-            hints: workload hints, or None.
+            generation_config, continuous_batching_config, workload_hints: arguments of the method.
         """
         if not self.is_supported:
             raise OptionError(
@@ -118,10 +125,10 @@ class Managers:
                 "a session observes managers of continuous batching that are created inside it, got a persistent one; "
                 "call model.destroy_cached_continuous_batching_manager() first"
             )
-        options = _without_graphs(model, generation, options)
+        options = _without_graphs(model, generation_config, continuous_batching_config)
         self._switch(False)
         try:
-            manager = initialize(generation, options, hints)
+            manager = initialize(generation_config, options, workload_hints)
         except BaseException:
             if not len(self.managers):
                 self._switch(True)
@@ -138,27 +145,6 @@ class Managers:
             self._undo.enter_context(setting.held())
             self.names.add(name)
         return manager
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Initialize:
-    managers: Managers
-    module: nn.Module
-    method: Callable[..., Any]
-
-    def __call__(
-        self,
-        generation_config: Any = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
-    ) -> Any:
-        return self.managers.create(
-            self.method, self.module, generation_config, continuous_batching_config, workload_hints
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled or copied model gets its own method back and is not observed.
-        return getattr, (self.module, _METHOD)
 
 
 def _without_graphs(model: Any, generation: Any, options: Any) -> Any:

@@ -10,13 +10,16 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polyhead.observation.attention_calls import RunningModule
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, VIEWS, MatrixProduct, MovedAxis, moved_axes
+
+if TYPE_CHECKING:
+    from polyhead.observation.materialised_calls import MaterialisedCall
 
 SOFTMAX = ("softmax", "_softmax")
 # Functions that leave weights as they are; dropout counts as one, since statistics are of the weights before it.
@@ -79,7 +82,8 @@ class Softmax:
     scores: Scores | None
     running: RunningModule  # the module that computed it
     reason: str = ""  # why it cannot be read; empty if it can
-    products: list[Any] = field(default_factory=list)  # what its products with values were read as
+    # What its products with values were read as; None for one that is not observed.
+    products: list[MaterialisedCall | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +99,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadAxes:
+class FeatureAxes:
     """Axes of projected queries, keys or values: those into which their features were split, one of them the heads."""
 
     split: tuple[int, ...] = ()
@@ -107,12 +111,12 @@ class HeadAxes:
 class HeadViews:
     """Views of projected tokens, whose axes are computed only where an attention needs them."""
 
-    start: HeadAxes
+    start: FeatureAxes
     views: tuple[tuple[torch.Size, Callable[..., Any], tuple[Any, ...], dict[str, Any], int], ...] = ()
 
-    def axes(self) -> HeadAxes | None:
+    def axes(self) -> FeatureAxes | None:
         """Return where the axes of the heads are; None if that is unknown."""
-        axes: HeadAxes | None = self.start
+        axes: FeatureAxes | None = self.start
         for shape, function, args, kwargs, index in self.views:
             moved = moved_axes(shape, function, (None, *args), kwargs)
             axes = None if axes is None or moved is None else _viewed_heads(axes, shape, moved[index][0])
@@ -128,7 +132,7 @@ class FollowedTensors:
 
     entries: dict[int, tuple[weakref.ref[Tensor], int | None, Origin]] = field(default_factory=dict)
     # Softmaxes of products of queries and keys: the module, and what their products with values were read as.
-    softmaxes: list[tuple[str, list[Any]]] = field(default_factory=list)
+    softmaxes: list[tuple[str, list[MaterialisedCall | None]]] = field(default_factory=list)
 
     has_softmax: bool = False  # whether any weights were followed
     orders: dict[str, bool] = field(default_factory=dict)  # of merged batch and heads, by module: heads outside
@@ -215,7 +219,7 @@ class FollowedTensors:
                 self._split_features(first, result)
             is_merged = isinstance(result, Tensor) and (first.ndim, result.ndim) == (4, 3)
             if is_merged and result.shape[1:] == first.shape[2:] and first.is_floating_point():
-                self.set(result, HeadViews(HeadAxes((), (0, first.shape[0], first.shape[1]))))
+                self.set(result, HeadViews(FeatureAxes((), (0, first.shape[0], first.shape[1]))))
             return
         results = result if isinstance(result, list | tuple) else (result,)
         if isinstance(origin, HeadViews):
@@ -243,7 +247,7 @@ class FollowedTensors:
             if size == features and count == 1:
                 break
             if size == features:
-                self.set(result, HeadViews(HeadAxes(tuple(range(result.ndim - count, result.ndim)))))
+                self.set(result, HeadViews(FeatureAxes(tuple(range(result.ndim - count, result.ndim)))))
                 return
         if (
             result.ndim == first.ndim == 3
@@ -253,7 +257,7 @@ class FollowedTensors:
             and result.shape[1] != first.shape[1]
         ):  # [tokens, batch, features] -> [tokens, batch * heads, channels]
             merged = (1, first.shape[1], result.shape[1] // first.shape[1])
-            self.set(result, HeadViews(HeadAxes((), merged, is_outer=False)))
+            self.set(result, HeadViews(FeatureAxes((), merged, is_outer=False)))
 
     def _joined(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
         """Record heads that were split into a list and joined along the first axis; return whether they were."""
@@ -266,9 +270,9 @@ class FollowedTensors:
         if any(x is not None for x in are_known) or not result.is_floating_point() or result.ndim > 4:
             return False
         if name == "stack" and result.ndim == 4:
-            self.set(result, HeadViews(HeadAxes((0, 3))))
+            self.set(result, HeadViews(FeatureAxes((0, 3))))
         elif name != "stack" and result.ndim == 3 and len({x.shape for x in parts}) == 1:
-            self.set(result, HeadViews(HeadAxes((), (0, len(parts), parts[0].shape[0]), is_outer=True)))
+            self.set(result, HeadViews(FeatureAxes((), (0, len(parts), parts[0].shape[0]), is_outer=True)))
         return True
 
     def _of_weights(
@@ -355,7 +359,7 @@ def _viewed(
     )
 
 
-def _viewed_heads(origin: HeadAxes, shape: torch.Size, axes: list[MovedAxis]) -> HeadAxes | None:
+def _viewed_heads(origin: FeatureAxes, shape: torch.Size, axes: list[MovedAxis]) -> FeatureAxes | None:
     split = tuple(index for index, axis in enumerate(axes) if axis.is_whole and {*axis.sources} <= {*origin.split})
     merged, is_outer = None, None
     for index, axis in enumerate(axes):
@@ -368,7 +372,7 @@ def _viewed_heads(origin: HeadAxes, shape: torch.Size, axes: list[MovedAxis]) ->
             merged, is_outer = (index, outer, inner), axis.sources[0] in origin.split
     if origin.merged is not None and merged is None:
         return None
-    return HeadAxes(split, merged, is_outer) if len(split) or merged is not None else None
+    return FeatureAxes(split, merged, is_outer) if len(split) or merged is not None else None
 
 
 def _is_constant_along(x: Any, weights: Tensor, axis: int) -> bool:

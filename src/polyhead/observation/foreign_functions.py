@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -41,31 +40,8 @@ _PADDED = HeadAxes(lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))  # 
 _PACKED = HeadAxes(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1))  # [tokens, heads, head_dim]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ForeignFunction:
-    """Attention function of another package, with the signature of the installed version."""
-
-    original: FunctionType
-    signature: inspect.Signature
-
-    def read(self, running: RunningModule, *args: Any, **kwargs: Any) -> AttentionCall:
-        """Read a call, after the function has accepted its arguments."""
-        given = self.signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return _READERS[self.original.__name__](running, given.arguments, self.signature)
-
-    @staticmethod
-    def output(result: Any) -> Tensor:
-        """Return the head outputs in a result, which may be a tuple with the log-sum-exp."""
-        output: Tensor = result[0] if isinstance(result, tuple) else result
-        return output
-
-    @staticmethod
-    def with_output(result: Any, output: Tensor) -> Any:
-        """Return a result with other head outputs."""
-        return (output, *result[1:]) if isinstance(result, tuple) else output
-
-
+Read = Callable[..., AttentionCall]
+Wrap = Callable[[FunctionType, Read], FunctionType]
 _Arguments = dict[str, Any]
 _FLASH = {
     *("q", "k", "v", "kv", "qkv", "softmax_scale", "causal", "window_size"),
@@ -185,7 +161,16 @@ def is_foreign(value: Any) -> bool:
     return (value.__module__ or "").partition(".")[0] in _PACKAGES
 
 
-Wrap = Callable[[ForeignFunction], FunctionType]
+def _reader(function: FunctionType) -> Read:
+    """Return what reads a call of an attention function, which has accepted its arguments."""
+    signature = inspect.signature(function)  # of the installed version
+
+    def read(running: RunningModule, *args: Any, **kwargs: Any) -> AttentionCall:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return _READERS[function.__name__](running, given.arguments, signature)
+
+    return read
 
 
 class _Replacements:
@@ -207,7 +192,7 @@ class _Replacements:
             for name in NAMES & home.keys():
                 value = home[name]
                 if is_foreign(value) and value not in self.wrappers and value not in originals:
-                    self.wrappers[value] = wrap(ForeignFunction(value, inspect.signature(value)))
+                    self.wrappers[value] = wrap(value, _reader(value))
         if not len(self.wrappers):
             return
         for namespace, name in [*_by_name(), *_of_classes(kinds)]:
@@ -236,7 +221,7 @@ def replaced(kinds: Iterable[type], wrap: Wrap) -> Iterator[None]:
 
     Args:
         kinds: classes of modules that may call them.
-        wrap: returns what is called in place of a function.
+        wrap: returns what is called in place of a function, given it and what reads its arguments.
     """
     holder, state = object(), _REPLACEMENTS
     try:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from polyhead.errors import GradientError, OptionError
+from polyhead.observation.recomputation import is_recomputed
 from polyhead.observation.rows import corrected, hidden_by_bias, non_padding_rows
 from polyhead.observation.statistics import NAMES, AttentionSite, StatisticsRequest, stack_order
-from polyhead.observation.watcher import ObservedCall, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import RowStatistics
 from polyhead.ops.common.row_reduction import SHARE
+
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
 
 Key = tuple[str, str]  # the path and the kind of a site, as in `Session.gates`
 NOT_REQUESTED = (
@@ -41,7 +44,7 @@ class _Call:
     learned_sinks: bool
 
     @classmethod
-    def of(cls, call: ObservedCall, attended: Attended) -> _Call:
+    def of(cls, call: Call, attended: Attended) -> _Call:
         result, hidden = attended.result, hidden_by_bias(call.mask, attended.result.output.shape[:3])
         assert result.statistics is not None
         output = result.output if 0 < result.output.shape[-1] == attended.value.shape[-1] else None
@@ -196,10 +199,7 @@ class ForwardStatistics(Mapping[Key, SiteRows]):
         self._sites = dict(sites)
 
     def __getitem__(self, key: Key | str) -> SiteRows:
-        if not isinstance(key, str):
-            matches = [candidate for candidate in self._sites if candidate == key]
-        else:
-            matches = [candidate for candidate in self._sites if candidate[0] == key]
+        matches = [site for site in self._sites if key in (site, site[0])]
         if len(matches) != 1:
             rule = "a site is selected by its path, or by (path, kind) if it has self- and cross-attention"
             raise OptionError(f"{rule}; got {key!r} for the sites {', '.join(map(str, self._sites)) or 'none'}")
@@ -289,7 +289,7 @@ class ForwardRecorder:
         self._sites = {}
         self._missing = reason
 
-    def add(self, call: ObservedCall, heads: tuple[int, ...], columns: tuple[str, ...], attended: Attended) -> None:
+    def add(self, call: Call, heads: tuple[int, ...], columns: tuple[str, ...], attended: Attended) -> None:
         """Store the rows and outputs of a call without recording any autograd operation."""
         if not len(self._running):
             self._release(

@@ -7,37 +7,31 @@ over queries and keys, or over the logits of the softmax, outside of its autogra
 
 from __future__ import annotations
 
-import dis
-import inspect
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, wraps
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple, cast
+from functools import wraps
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
-from polyhead.errors import OptionError
-from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.observation import flex_calls, foreign_functions
 from polyhead.observation.attention_calls import (
     AttentionCall,
     NotUnderstood,
     RunningModule,
-    SequenceStart,
-    located,
     read_multi_head,
     read_scaled_dot_product,
 )
+from polyhead.observation.cache_positions import SequenceStart, located
 from polyhead.observation.followed_tensors import (
     CARRYING,
     FOLLOWED,
@@ -47,27 +41,23 @@ from polyhead.observation.followed_tensors import (
     Weights,
     name_of,
 )
-from polyhead.observation.materialised_calls import MaterialisedCall, UnknownProduct
+from polyhead.observation.materialised_calls import MaterialisedCall
 from polyhead.observation.matrix_products import MATRIX_PRODUCTS, MatrixProduct
+from polyhead.observation.recomputation import hidden_operators, is_recomputed
 from polyhead.observation.rows import Tokens
 from polyhead.observation.softmax_calls import read_product, softmax_of
 from polyhead.observation.staging import wrapped_calls
-from polyhead.observation.torch_modules import has_own_forward, notify_torch
+from polyhead.observation.torch_modules import notify_torch
 from polyhead.observation.transformers_models import uses_interface
-from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 from polyhead.ops.common.gates import gate_factors
 
-FUNCTIONS = (
-    *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
-    *sorted(foreign_functions.NAMES),
-)
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
+    from polyhead.observation.session import Session
+
 MATERIALISED = "weights materialised by the model: slow, memory quadratic in the context length"
-_LIBRARIES = ("torch", "polyhead")
-_MATRIX_OPERATOR = next(
-    (x.opcode, x.arg or 0) for x in dis.get_instructions(compile("a @ b", "", "eval")) if x.opname == "BINARY_OP"
-)
 
 
 class SkippedCall(NamedTuple):
@@ -77,116 +67,17 @@ class SkippedCall(NamedTuple):
     reason: str
 
 
-def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return the modules that may call attention functions by themselves; none if no module is likely to.
-
-    Every torch function of a model that is intercepted costs a few microseconds. If attention was found in another
-    way, or in a model of transformers, the files of its classes decide: they call such a function, or not.
-
-    Args:
-        model: a model.
-        observed: its modules whose attention is observed in another way.
-    """
-    modules, others = tuple(model.modules()), tuple(observed)
-    overridden = [x for x in modules if has_own_forward(x) and x not in others]
-    for x in overridden:
-        if isinstance(x, MultiheadAttention):
-            raise OptionError(
-                "subclasses of polyhead's MultiheadAttention that override forward cannot be observed, since they call "
-                f"no attention function of PyTorch, got {type(x).__name__}; subclass torch.nn.MultiheadAttention "
-                "instead, or pass adapters"
-            )
-    own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
-    has_others = len(others) > 0
-
-    def may_call(kind: type) -> bool:
-        if _package(kind) == "transformers":
-            return _calls_attention(kind) or _multiplies_softmax(kind)
-        return not has_others or _calls_attention(kind) or _multiplies_softmax(kind)
-
-    if not len(overridden) and not any(may_call(type(x)) for x in own):
-        return ()
-    return tuple(dict.fromkeys((model, *own, *overridden)))
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-@cache
-def _calls_attention(kind: type) -> bool:
-    """Return whether the file that defines a class, or a function that it imports, calls an attention function."""
-    for owner in kind.__mro__:
-        if _package(owner) in (*_LIBRARIES, "builtins"):
-            continue
-        file = sys.modules.get(owner.__module__)
-        is_own = _package(owner) != "transformers"
-        for value in (owner, *(() if file is None else vars(file).values())):
-            if is_own and foreign_functions.is_foreign(value):
-                return True
-            if getattr(value, "__module__", None) == owner.__module__ or (is_own and inspect.isfunction(value)):
-                members = vars(value).values() if inspect.isclass(value) else (value,)
-                if any(name in FUNCTIONS for code in _codes(members) for name in code.co_names):
-                    return True
-    return False
-
-
-@cache
-def _multiplies_softmax(kind: type) -> bool:
-    """Return whether the code of a class computes a softmax and a matrix product, without an attention interface."""
-    if uses_interface(kind):
-        return False
-    for owner in kind.__mro__:
-        if _package(owner) in (*_LIBRARIES, "builtins"):
-            continue
-        codes = list(_codes(vars(owner).values()))
-        names = {name for code in codes for name in code.co_names}
-        if any("softmax" in x.lower() for x in names):
-            is_multiplied = "attention" in owner.__name__.lower() or any(x in names for x in MATRIX_PRODUCTS)
-            if is_multiplied or any(map(_has_matrix_operator, codes)):
-                return True
-    return False
-
-
-def _codes(members: Iterable[Any]) -> Iterator[CodeType]:
-    """Yield the code of every function among some members, and that of the functions inside of it."""
-    for member in members:
-        code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
-        if isinstance(code, CodeType):
-            yield from _with_inner(code)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
-
-
-def _has_matrix_operator(code: CodeType) -> bool:
-    """Return whether the bytecode contains the operator @; disassembling it would take thirty times as long."""
-    return _MATRIX_OPERATOR in zip(code.co_code[::2], code.co_code[1::2], strict=True)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Function:
-    """Parser of an attention function: of its arguments, and of the head outputs in its results."""
+    """Parser of the arguments of an attention function, which returns the head outputs, alone or first of a tuple."""
 
     read: Callable[..., AttentionCall]
-    output: Callable[[Any], Tensor] = lambda result: result
-    with_output: Callable[[Any, Tensor], Any] = lambda result, output: output
     serve: Callable[[AttentionCall, tuple[Any, ...]], Any] | None = None  # runs in place of the function
     run: Callable[..., Any] = lambda original, args, kwargs: original(*args, **kwargs)
 
 
 _SDPA = _Function(read_scaled_dot_product)
-_FLEX = _Function(
-    flex_calls.read_flex,
-    output=lambda result: result[0],
-    with_output=lambda result, output: (output, *result[1:]),
-    serve=flex_calls.attend_flex,
-    run=flex_calls.run_flex,
-)
+_FLEX = _Function(flex_calls.read_flex, flex_calls.attend_flex, flex_calls.run_flex)
 _MULTI_HEAD = F.multi_head_attention_forward
 _FUNCTIONS: dict[Any, _Function] = {
     F.scaled_dot_product_attention: _SDPA,
@@ -196,17 +87,25 @@ _FUNCTIONS: dict[Any, _Function] = {
 }
 
 
+class _ThreadState(threading.local):
+    """Modules that run in the current thread, the innermost last, and the tensors that are followed in it."""
+
+    def __init__(self) -> None:
+        self.stack: list[RunningModule] = []
+        self.followed = FollowedTensors()
+
+
 @dataclass(slots=True, eq=False)
 class Interceptor:
     """Intercepts the attention functions that modules of a model call.
 
     Args:
-        watcher: the session.
+        session: the session.
         on_return: called when the model itself returns from its outermost call.
         names: paths of the model's modules, by id.
     """
 
-    watcher: Watcher
+    session: Session
     on_return: Callable[[], None]
     names: Mapping[int, str] = field(default_factory=dict)
     skipped: dict[SkippedCall, None] = field(default_factory=dict)
@@ -214,67 +113,57 @@ class Interceptor:
     materialised: dict[str, None] = field(default_factory=dict)  # names of sites whose weights the model materialises
     has_run: bool = False  # whether a module of the model has finished a call
     _starts: dict[str, deque[SequenceStart]] = field(default_factory=dict)
-    _threads: threading.local = field(default_factory=threading.local)
+    _reported: set[int] = field(default_factory=set)  # ids of modules whose attention other hooks report
+    _thread: _ThreadState = field(default_factory=_ThreadState)
 
     @contextmanager
     def watching(self, model: nn.Module, modules: Iterable[nn.Module], reported: Iterable[nn.Module]) -> Iterator[None]:
         """Intercept while one of these modules runs; other hooks report the attention of those in `reported`."""
-        reported_ids = {id(module) for module in reported}
-
-        def wrap(method: Callable[..., Any], module: nn.Module) -> _Entry:
-            return _Entry(self, method, module, module is model, id(module) in reported_ids)
-
+        modules, reported = tuple(modules), tuple(reported)
+        self._reported = {id(module) for module in reported}
         with ExitStack() as undo:
             undo.callback(self._leave)
             # Before other hooks of the model, which may end what a session keeps of its forward.
             undo.callback(model.register_forward_hook(_ReportOf(self), prepend=True).remove)
-            modules = tuple(modules)
             undo.enter_context(foreign_functions.replaced({type(x) for x in modules}, _wrapped_foreign))
-            undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), wrap))
+            undo.enter_context(wrapped_calls(dict.fromkeys((*modules, *reported)), self.run))
             yield
 
     def _leave(self) -> None:
         self._starts.clear()
-        self._threads = threading.local()
+        self._thread = _ThreadState()
         _remove_modes(self)
 
-    def run(self, entry: _Entry, positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def run(
+        self, call: Callable[..., Any], module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """Run a module of the model."""
-        stack: list[RunningModule] | None = getattr(self._threads, "stack", None)
-        if stack is None:
-            stack = self._threads.stack = []
-        path, outer = self.names[id(entry.module)], stack[-1] if len(stack) else None
-        is_reported = entry.is_reported or (outer is not None and outer.is_reported)
-        stack.append(RunningModule(entry.module, path, positional, keywords, 0, is_reported, outer))
+        stack = self._thread.stack
+        path, outer = self.names[id(module)], stack[-1] if len(stack) else None
+        is_reported = id(module) in self._reported or (outer is not None and outer.is_reported)
+        stack.append(RunningModule(module, path, positional, keywords, 0, is_reported, outer))
         try:
             if len(stack) > 1:
-                result = entry.call(*positional, **keywords)
+                result = call(*positional, **keywords)
                 self._report_pending(stack[-1])
                 return result
             with _InterceptingMode(self):
-                result = entry.call(*positional, **keywords)
+                result = call(*positional, **keywords)
                 self._report_pending(stack[-1])
             self._list_unmultiplied()
             if not is_recomputed():
                 self.has_run = True
-                if entry.is_model:
+                if module is self.session.model:
                     self.on_return()
             return result
         finally:
             stack.pop()
             if not len(stack):
-                self._followed().clear()
-
-    def _followed(self) -> FollowedTensors:
-        followed: FollowedTensors | None = getattr(self._threads, "followed", None)
-        if followed is None:
-            followed = self._threads.followed = FollowedTensors()
-        return followed
+                self._thread.followed.clear()
 
     def follow(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that is no attention function, and follow hand-written attention through it."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
-        followed, name = self._followed(), name_of(original)
+        stack, followed, name = self._thread.stack, self._thread.followed, name_of(original)
         is_followed = name in FOLLOWED or (len(followed.entries) > 0 and (followed.has_softmax or name in CARRYING))
         if not is_followed or not len(stack) or stack[-1].is_reported or uses_interface(type(stack[-1].module)):
             return original(*args, **kwargs)
@@ -305,7 +194,8 @@ class Interceptor:
         assert isinstance(weights, Weights)
         softmax, values = weights.softmax, product.operands[1 - index]
         if len(softmax.products):  # outputs of its heads are the sum of several products
-            softmax.products[0].add_product()
+            if softmax.products[0] is not None:
+                softmax.products[0].add_product()
             return result
         if softmax.scores is None and (values.ndim < 3 or not len(product.shared(index))):
             return result  # such as a router or a codebook
@@ -313,17 +203,17 @@ class Interceptor:
             running = softmax.running  # products may be computed in a module of their own
         site = self._next_site(running)
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with hidden_operators():
                 read = read_product(running, product, index, weights, followed)
             call = self._located(read.call, site)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             running.has_unknown_softmax |= softmax.scores is not None
-            softmax.products.append(UnknownProduct())
+            softmax.products.append(None)
             return result
         observed = self._begin(running, site, call, learned_sinks=read.sinks is not None)
         if observed is None:
-            softmax.products.append(UnknownProduct())
+            softmax.products.append(None)
             return result
         heads = call.axes.split(result)
         pending = MaterialisedCall(site, observed, replace(read, call=call), heads)
@@ -342,23 +232,23 @@ class Interceptor:
 
     def _located(self, call: AttentionCall, site: str) -> AttentionCall:
         """Return a call with the positions of its tokens; raise if its site had other heads before."""
-        with _disable_current_modes(), torch.no_grad():
+        with hidden_operators():
             call = located(call, self._starts, site)
-        known = self.watcher.heads_at(site, cross=call.cross)
+        known = self.session.heads_at(site, cross=call.cross)
         _check_heads(known, call.query.shape[1])
         return call
 
     def _begin(
         self, running: RunningModule, site: str, call: AttentionCall, *, learned_sinks: bool = False
-    ) -> ObservedCall | None:
+    ) -> Call | None:
         """Announce a call to the session; None if it is not observed."""
-        key = running.module if running.calls == 1 else OutputSite(site)
+        key = running.module if running.calls == 1 else site
         tokens = Tokens.of(call.mask, call.query, call.key) if call.tokens is None else call.tokens
-        return self.watcher.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=learned_sinks)
+        return self.session.call(key, call.query.shape[1], tokens, cross=call.cross, learned_sinks=learned_sinks)
 
     def report_root(self, module: nn.Module) -> None:
         """Report the hand-written attention of the model itself, before the other hooks of its forward."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        stack = self._thread.stack
         if len(stack) and stack[-1].module is module:
             self._report_pending(stack[-1])
 
@@ -367,7 +257,7 @@ class Interceptor:
         pending, running.pending = running.pending, []
         for x in pending:
             if running.has_unknown_softmax:
-                self.watcher.withdraw(x.observed)
+                self.session.withdraw(x.observed)
                 reason = "its module has another hand-written attention, which is not observed"
                 self.skipped[SkippedCall(x.site, reason)] = None
                 x.release()
@@ -377,7 +267,7 @@ class Interceptor:
 
     def _list_unmultiplied(self) -> None:
         """List as skipped every followed softmax that was not multiplied with values."""
-        for site, products in self._followed().softmaxes:
+        for site, products in self._thread.followed.softmaxes:
             if not len(products):
                 self.called[site] = None
                 reason = "its weights, a softmax of products, are not multiplied with values by matmul, bmm or einsum"
@@ -385,7 +275,7 @@ class Interceptor:
 
     def running(self) -> RunningModule | None:
         """Return the module that runs in this thread; None if its attention is reported in another way."""
-        stack: list[RunningModule] = getattr(self._threads, "stack", [])
+        stack = self._thread.stack
         return stack[-1] if len(stack) and not stack[-1].is_reported else None
 
     def attend(
@@ -406,7 +296,7 @@ class Interceptor:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run an attention function that this module calls, and report its attention."""
-        result = None
+        result: Any = None
         if function.serve is None:
             result = original(*args, **kwargs)  # also checks its arguments
         site = self._next_site(running)
@@ -421,12 +311,13 @@ class Interceptor:
         if observed is None:
             return result
         # The tensor that the model continues with, so that gradient hooks on it are called.
-        heads = call.axes.split(function.output(result))
+        heads = call.axes.split(result[0] if isinstance(result, tuple) else result)
         if observed.counts or observed.differentiable or observed.has_listener:
             _report(observed, call, heads)
         if observed.gate is not None:
             heads = heads * gate_factors(observed.gate, *heads.shape[:3]).to(heads.dtype)
-        return function.with_output(result, call.axes.join(heads))
+        output = call.axes.join(heads)
+        return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `F.multi_head_attention_forward`, which projects its inputs and outputs, and report its attention."""
@@ -436,12 +327,12 @@ class Interceptor:
         site = self._next_site(running)
         try:
             layer, arguments, cross = read_multi_head(running, *args, **kwargs)
-            _check_heads(self.watcher.heads_at(site, cross=cross), layer.num_heads)
+            _check_heads(self.session.heads_at(site, cross=cross), layer.num_heads)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             return result
-        key = running.module if running.calls == 1 else OutputSite(site)
-        removed = notify_torch(layer, arguments, self.watcher, key, cross=cross)
+        key = running.module if running.calls == 1 else site
+        removed = notify_torch(layer, arguments, self.session, key, cross=cross)
         return result if removed is None else (result[0] - removed, result[1])
 
 
@@ -450,12 +341,10 @@ def _check_heads(known: int | None, heads: int) -> None:
         raise NotUnderstood(f"a site must always have the same heads, got {heads} after {known}")
 
 
-def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
+def _report(observed: Call, call: AttentionCall, heads: Tensor) -> None:
     """Compute the statistics of a call and report them."""
     observed.mask = call.mask
-    # A dispatch mode, as of selective checkpointing, would match these operators with those of the recomputation.
-    unseen: AbstractContextManager[Any] = nullcontext() if observed.differentiable else _disable_current_modes()
-    with unseen, torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
+    with hidden_operators(gradients=observed.differentiable):
         attended = attention(
             call.query,
             call.key,
@@ -466,7 +355,6 @@ def _report(observed: ObservedCall, call: AttentionCall, heads: Tensor) -> None:
             logsumexp=observed.has_collectors,
         )
         result = replace(attended, output=heads)
-    with _disable_current_modes(), torch.set_grad_enabled(observed.differentiable and torch.is_grad_enabled()):
         observed.notify(Attended(call.query, call.key, call.value, result, call.mask, call.scale))
 
 
@@ -490,15 +378,15 @@ class _InterceptingMode(TorchFunctionMode):
         return self.interceptor.attend(function, func, args, kwargs or {})
 
 
-def _wrapped_foreign(foreign: foreign_functions.ForeignFunction) -> FunctionType:
+def _wrapped_foreign(original: FunctionType, read: foreign_functions.Read) -> FunctionType:
     """Return what is called in place of a function of another package: it reports to the sessions of its thread."""
-    function = _Function(foreign.read, foreign.output, foreign.with_output)
+    function = _Function(read)
 
-    @wraps(foreign.original)
+    @wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("polyhead.ops."):
-            return foreign.original(*args, **kwargs)
-        return _attend_foreign(function, foreign.original, args, kwargs)
+            return original(*args, **kwargs)
+        return _attend_foreign(function, original, args, kwargs)
 
     return cast("FunctionType", wrapper)
 
@@ -538,42 +426,17 @@ def _remove_modes(interceptor: Interceptor) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
-    """Method of a module that runs it and its hooks."""
-
-    interceptor: Interceptor
-    call: Callable[..., Any]
-    module: nn.Module
-    is_model: bool
-    is_reported: bool
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        return self.interceptor.run(self, positional, keywords)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled or copied module gets its own method back and is not observed.
-        return getattr, (self.module, "_call_impl")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _ReportOf:
-    """Forward hook of the model."""
+    """Forward hook of the model; that of a pickled or copied model, which is not observed, does nothing."""
 
-    interceptor: Interceptor
+    interceptor: Interceptor | None
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.interceptor.report_root(module)
+        if self.interceptor is not None:
+            self.interceptor.report_root(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()  # a pickled or copied module is not observed
-
-
-def _no_hook() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(module: nn.Module, inputs: Any, output: Any) -> None:
-    pass
+        return _ReportOf, (None,)
 
 
 def why_nothing_called(model: nn.Module) -> str:

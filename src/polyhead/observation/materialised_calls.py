@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from polyhead.errors import OptionError
 from polyhead.observation.followed_tensors import version_of
+from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.softmax_calls import WIDTH, SoftmaxCall
-from polyhead.observation.watcher import ObservedCall
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import attention
 
-
-class UnknownProduct:
-    """A product of weights and values that is not observed."""
-
-    def add_product(self) -> None:
-        pass
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +24,7 @@ class MaterialisedCall:
     """A call of hand-written attention; until its module returns, its weights may be multiplied with something else."""
 
     site: str
-    observed: ObservedCall
+    observed: Call
     read: SoftmaxCall | None  # None once it was reported
     heads: Tensor | None  # [batch, heads, queries, value_dim]
     version: int | None = field(init=False)
@@ -66,8 +60,7 @@ class MaterialisedCall:
             heads, value = heads[..., :0], value[..., :0]  # only the weights are known
         observed.mask = mask
         has_gradients = observed.differentiable and torch.is_grad_enabled()
-        unseen: AbstractContextManager[Any] = nullcontext() if has_gradients else _disable_current_modes()
-        with unseen, torch.set_grad_enabled(has_gradients):
+        with hidden_operators(gradients=has_gradients):
             if has_gradients:
                 assert mask is not None
                 mask = replace(mask, biases=(read.bias(),))
@@ -83,5 +76,4 @@ class MaterialisedCall:
                 finite=True,
             )
             result = replace(result, output=heads)
-        with _disable_current_modes(), torch.set_grad_enabled(has_gradients):
             observed.notify(Attended(call.query, call.key, value, result, call.mask, call.scale, sinks=read.sinks))

@@ -106,14 +106,19 @@ def merged_requests(requested: Statistics | None, outer: Statistics | None, lear
 _entered: list[tuple[Any, frozenset[int]]] = []  # sessions, and the modules that they observe
 
 
-def enter_session(session: object, model: nn.Module) -> None:
-    """Record that a session observes a model."""
+@contextmanager
+def entered(session: object, model: nn.Module) -> Iterator[None]:
+    """Record that a session observes a model, for the duration of the context."""
     _entered.append((session, frozenset(id(module) for module in model.modules())))
+    try:
+        yield
+    finally:
+        _entered[:] = [(other, modules) for other, modules in _entered if other is not session]
 
 
 def check_innermost(session: object) -> None:
     """Raise if a session that was entered later still observes modules of the same model."""
-    position = next(i for i, (entered, _) in enumerate(_entered) if entered is session)
+    position = next(i for i, (other, _) in enumerate(_entered) if other is session)
     modules = _entered[position][1]
     if any(not modules.isdisjoint(others) for _, others in _entered[position + 1 :]):
         raise OptionError(
@@ -139,8 +144,3 @@ def is_gated_by_another(session: object, module: nn.Module) -> bool:
     """Return whether another session that observes a module has gates."""
     others = [x for x, modules in _entered if x is not session and id(module) in modules]
     return any(len(x.gates) or x.gates.create is not None for x in others)
-
-
-def leave_session(session: object) -> None:
-    """Forget a session that was exited."""
-    _entered[:] = [(entered, modules) for entered, modules in _entered if entered is not session]

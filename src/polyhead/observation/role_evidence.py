@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self, get_args
 
 import torch
 from torch import Tensor
@@ -14,33 +14,29 @@ from polyhead.masks import Mask
 from polyhead.observation.accumulators import NamedTensors
 from polyhead.observation.collectors import BatchMetadata
 from polyhead.observation.direct_logits import DirectLogits
+from polyhead.observation.document_sums import MAX_DOCUMENTS, checked_documents, summed_by_document
 from polyhead.observation.role_evidence_rows import (
     COLUMNS,
     COPY_ROWS,
     PROFILED,
     PROFILED_PAIRS,
     BatchBaseline,
-    EvidenceSums,
     TokenLogits,
     measure,
     measure_baseline,
 )
-from polyhead.observation.role_evidence_tokens import BINS, Kind, Segments, TokenTables, TokenVectors
+from polyhead.observation.role_evidence_tokens import BINS, SPECIAL, Kind, Segments, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
-
-MAX_DOCUMENTS = 256
 
 
 class EvidenceCollector:
     """Collector of the per-document, per-head sums that `polyhead.analysis.roles` needs.
 
-    `session.metadata.documents` is required; `tokens` and `classes` add evidence on repeated tokens, punctuation and
-    rare tokens. Each row of a batch must be one complete text: no KV cache, no packing.
+    `session.metadata.documents` is required; `tokens` and `classes`, of `sources.TokenClass`, add evidence on repeated
+    tokens, punctuation and rare tokens. Each row of a batch must be one complete text: no KV cache, no packing.
 
     Args:
-        special, punctuation: values of `metadata.classes` for these token classes; by default those of
-            `sources.TokenClass`, with newlines as punctuation.
         rare: boolean [vocabulary], such as `role_evidence_tokens.rare_tokens` of the token counts of a text.
         meaning: token embeddings, such as `TokenVectors.of(model.get_input_embeddings().weight)`.
         segments: function from tokens to word and sentence indices, such as `polyhead.sources.segments.Segments`.
@@ -56,8 +52,6 @@ class EvidenceCollector:
         self,
         *,
         name: str = "evidence",
-        special: Sequence[int] = (0,),
-        punctuation: Sequence[int] = (5, 8),
         rare: Tensor | None = None,
         meaning: TokenVectors | None = None,
         segments: Segments | None = None,
@@ -75,7 +69,7 @@ class EvidenceCollector:
         self.max_documents = max_documents
         self.direct_logits = direct_logits
         self.only = only
-        self.tables = TokenTables(tuple(special), tuple(punctuation), rare, meaning, segments, only)
+        self.tables = TokenTables(rare, meaning, segments, only)
         self._latest: tuple[BatchMetadata, Mask | None, tuple[object, ...], BatchBaseline] | None = None
 
     def empty(self, site: AttentionSite, device: torch.device) -> HeadEvidence | None:
@@ -112,7 +106,7 @@ class EvidenceCollector:
             return None
         ordinary = torch.ones_like(metadata.tokens, dtype=torch.bool)
         if metadata.classes is not None:
-            ordinary = ~torch.isin(metadata.classes, torch.tensor(self.tables.special))
+            ordinary = metadata.classes != SPECIAL
         ordinary, tokens = (x.to(device, non_blocking=True) for x in (ordinary, metadata.tokens))
         present = torch.ones_like(ordinary) if non_padding is None else non_padding.expand_as(ordinary)
         ordinary = ordinary & present & (present.cumsum(-1) > 1)  # the first token is an attention sink
@@ -129,21 +123,6 @@ def _same_keys(first: Mask | None, second: Mask | None) -> bool:
     edges = [(m.left, m.right, m.sinks, m.padding, m.packed, m.relative_biases) for m in (first, second)]
     tensors = [(len(m.allowed), *map(id, (*m.allowed, *m.biases))) for m in (first, second)]
     return edges[0] == edges[1] and first.placed is second.placed and tensors[0] == tensors[1]
-
-
-def summed_by_document(*parts: tuple[Tensor, Mapping[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sorted documents of all parts, and their sums by name, on the device of the first part that has them.
-
-    A part has document indices [rows], on the CPU and not necessarily distinct, and its sums [rows, ...] by name.
-    """
-    documents = torch.unique(torch.cat([x for x, _ in parts]))
-    sums: dict[str, Tensor] = {}
-    for rows, (name, x) in ((rows, item) for rows, part in parts for item in part.items()):
-        if name not in sums:
-            sums[name] = torch.zeros(len(documents), *x.shape[1:], dtype=x.dtype, device=x.device)
-        index = torch.searchsorted(documents, rows).to(sums[name].device, non_blocking=True)
-        sums[name].index_add_(0, index, x.to(sums[name].device))
-    return documents, sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,15 +175,10 @@ class HeadEvidence(NamedTensors):
                 f"evidence needs complete texts, got {queries} queries over {keys} keys; "
                 "run the model on complete texts, with use_cache=False"
             )
-        documents = metadata.documents
-        if documents is None or documents.shape != (attended.query.shape[0],) or documents.device.type != "cpu":
-            raise OptionError(
-                f"evidence needs the document index of each of the {attended.query.shape[0]} texts, on the CPU; "
-                "set session.metadata = BatchMetadata(documents=...) before calling the model"
-            )
+        documents = checked_documents(metadata, attended.query.shape[0], "evidence needs")
         baseline = self.collector.baseline_of(attended, non_padding, metadata)
         sums = measure(attended, baseline, self.output)
-        return self._with(documents.to(torch.int64) % self.collector.max_documents, sums)
+        return self._with(documents % self.collector.max_documents, sums)
 
     def merge(self, other: Self) -> Self:
         own_site, other_site = ((x.site.name, x.site.kind, x.site.num_heads) for x in (self, other))
@@ -214,14 +188,12 @@ class HeadEvidence(NamedTensors):
             own, others = (getattr(x.collector, name) for x in (self, other))
             if own != others:
                 raise OptionError(f"only evidence with the same {name} can be merged, got {own} and {others}")
-        tensors = (x.to(self.sums.device) for x in (other.sums, other.hits, other.available, other.chance))
-        return self._with(other.documents, EvidenceSums(*tensors))
+        return self._with(other.documents, {name: x for name, x in other.state().items() if name != "documents"})
 
-    def _with(self, documents: Tensor, added: EvidenceSums) -> Self:
-        own, new = ({x.name: getattr(state, x.name) for x in fields(added)} for state in (self, added))
-        all_documents, tensors = summed_by_document((self.documents, own), (documents, new))
-        sums: dict[str, Any] = tensors
-        return replace(self, documents=all_documents, **sums)
+    def _with(self, documents: Tensor, added: Mapping[str, Tensor]) -> Self:
+        own = {name: getattr(self, name) for name in added}
+        all_documents, sums = summed_by_document((self.documents, own), (documents, added))
+        return NamedTensors.with_state(self, {"documents": all_documents, **sums})
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         loaded = NamedTensors.with_state(self, state)

@@ -17,7 +17,7 @@ from torch import Tensor
 from polyhead.masks import Mask
 from polyhead.observation.collectors import CollectedCall, exclude_padding, profile_rows
 from polyhead.observation.role_evidence_tokens import BINS, KEY_SETS, NEAR, TokenMetadata
-from polyhead.observation.rows import MASKING_BIAS
+from polyhead.observation.rows import dense_terms
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.profile import profile
@@ -56,16 +56,6 @@ FEW_WEIGHTS, FEW_KEYS = 1 << 20, 512  # on a CPU, the weights of a call up to th
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EvidenceSums:
-    """Sums over the rows of each text of a batch."""
-
-    sums: Tensor  # float64 [batch, heads + 1, columns]; the last row is chance
-    hits: Tensor  # int64 [batch, heads, bins]: rows whose max weight is at an offset
-    available: Tensor  # int64 [batch, bins]: rows with a visible key at an offset
-    chance: Tensor  # float64 [batch, bins]: weight at an offset under uniform attention
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class TokenLogits:
     """The tokens of a batch, the directions of the residual stream that raise their logits, and a sample of rows."""
 
@@ -96,8 +86,8 @@ class BatchBaseline:
 
     query_rows: QueryRows
     sums: Tensor  # float64 [batch, 1, columns]: the columns of uniform attention
-    available: Tensor  # as in `EvidenceSums`
-    chance: Tensor  # as in `EvidenceSums`
+    available: Tensor  # as in `HeadEvidence`, for each text
+    chance: Tensor  # as in `HeadEvidence`, for each text
     only_pairs: bool = False  # all columns except those of pairs and `sink_mass` are 0
 
 
@@ -199,8 +189,11 @@ def measure_baseline(
     return BatchBaseline(query_rows, _stack_columns(columns), available, histogram[:, 0])
 
 
-def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None = None) -> EvidenceSums:
-    """Measure all heads of one attention call; `output` is W_O, [heads, value_dim, width], if it is known."""
+def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the sums of `HeadEvidence` by name for each text of one attention call, [batch, ...].
+
+    `output` is W_O, [heads, value_dim, width], if it is known.
+    """
     query_rows, learned_sink, values = baseline.query_rows, attended.sinks is not None, attended.result.output
     tokens = query_rows.tokens
     if baseline.only_pairs:
@@ -208,7 +201,7 @@ def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None =
         assert summary.received is not None
         sums = _stack_columns(_pair_columns(weights, query_rows, summary.received))
         none = sums.new_zeros(*summary.received.shape[:2], BINS, dtype=torch.int64)
-        return EvidenceSums(torch.cat([sums, baseline.sums], 1), none, baseline.available, baseline.chance)
+        return _with_baseline(sums, none, baseline)
     needs_weights = any(x is not None for x in (tokens.words, tokens.sentences, tokens.meaning, query_rows.logits))
     summary, weights = _profile(attended, query_rows.counted, tokens, PROFILED, store=needs_weights)
     weight_sums, argmax = _weight_sums(attended, tokens, weights.stored), summary.argmax
@@ -224,18 +217,19 @@ def measure(attended: Attended, baseline: BatchBaseline, output: Tensor | None =
     bins = offset.clamp(-NEAR - 1, NEAR + 1) + NEAR + 1
     hits = torch.zeros(*argmax.shape[:2], BINS, dtype=torch.int64, device=argmax.device)
     hits = hits.scatter_add(2, torch.where(counted, bins, 0), counted.to(torch.int64))
-    return EvidenceSums(
-        torch.cat([_stack_columns(columns), baseline.sums], 1), hits, baseline.available, baseline.chance
-    )
+    return _with_baseline(_stack_columns(columns), hits, baseline)
+
+
+def _with_baseline(sums: Tensor, hits: Tensor, baseline: BatchBaseline) -> dict[str, Tensor]:
+    of_heads = {"sums": torch.cat([sums, baseline.sums], 1), "hits": hits}
+    return {**of_heads, "available": baseline.available, "chance": baseline.chance}
 
 
 def without_biases(mask: Mask | None) -> Mask | None:
     """Return the mask without biases; a key visible to any head counts as visible."""
     if mask is None:
         return None
-    # transformers masks with the minimum of a dtype as well as with -inf.
-    unbiased = [bias.detach() > MASKING_BIAS for bias in mask.biases]
-    allowed = tuple(x.any(1, keepdim=True) for x in (*mask.allowed, *unbiased))
+    allowed = tuple(x.any(1, keepdim=True) for x in dense_terms(mask))
     return replace(mask, allowed=allowed, biases=(), relative_biases=())
 
 

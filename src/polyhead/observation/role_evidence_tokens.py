@@ -20,6 +20,7 @@ NEAREST = 4  # maximum number of other occurrences that a token is paired with, 
 NEAR = 64  # offsets up to this distance have their own bin
 BINS = 2 * NEAR + 3  # all farther earlier tokens, offsets -NEAR to NEAR, all farther later tokens
 _ROWS = 128  # tokens that are compared with those after them at a time
+SPECIAL, PUNCTUATION = 0, (5, 8)  # of `sources.TokenClass`: special tokens; punctuation, and newlines
 KEY_SETS = ("special", "punctuation", "delimiter", "rare")
 # From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
 Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -101,10 +102,8 @@ class TokenMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTables:
-    """Metadata of the vocabulary; `special` and `punctuation` are the class numbers used in `BatchMetadata.classes`."""
+    """Metadata of the vocabulary."""
 
-    special: tuple[int, ...]
-    punctuation: tuple[int, ...]
     rare: Tensor | None  # bool [vocabulary]
     meaning: TokenVectors | None
     segments: Segments | None = None
@@ -129,7 +128,7 @@ class TokenTables:
         special = torch.zeros_like(tokens, dtype=torch.bool)
         punctuation = special
         if classes is not None:
-            special, punctuation = (_is_one_of(classes, which) for which in (self.special, self.punctuation))
+            special, punctuation = classes == SPECIAL, torch.isin(classes, classes.new_tensor(PUNCTUATION))
         result = TokenMetadata()
         if self.only != "rows":
             duplicates, inductions = _occurrences(tokens, ~special, both_ways=not causal)
@@ -155,10 +154,6 @@ class TokenTables:
         vectors = self.meaning.vectors.to(device, non_blocking=True)[on_device] * ordinary[..., None, None]
         cosines = _mean_cosines(vectors, on_device, ordinary)
         return replace(result, meaning=vectors, ordinary_ids=torch.where(ordinary, on_device, -1), mean_cosines=cosines)
-
-
-def _is_one_of(classes: Tensor, which: tuple[int, ...]) -> Tensor:
-    return torch.isin(classes, torch.tensor(which, dtype=classes.dtype))
 
 
 def _word_segments(words: Tensor, present: Tensor) -> TokenSegments:

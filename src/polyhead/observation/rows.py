@@ -53,7 +53,7 @@ class Tokens:
         terms += [documents.queries.to(self.device, non_blocking=True) >= 0 for documents in mask.packed]
         if mask.placed is not None:
             terms.append(self._at_queries(mask.placed[1].to(self.device, non_blocking=True) >= 0))
-        for allowed in _allowed(mask):
+        for allowed in dense_terms(mask):
             if allowed.shape[2] == 1 or self.queries == self.keys:
                 terms.append(self._at_queries(allowed.any(1).any(1)))
         return reduce(operator.and_, terms) if len(terms) else None
@@ -67,7 +67,7 @@ class Tokens:
             if padding.side == "left":
                 first = torch.maximum(first, self.keys - padding.keys.to(self.device, non_blocking=True))
         key_masks = [] if self.mask.placed is None else [self.mask.placed[1].to(self.device, non_blocking=True) >= 0]
-        key_masks += [allowed.any(1).any(1) for allowed in _allowed(self.mask)]
+        key_masks += [allowed.any(1).any(1) for allowed in dense_terms(self.mask)]
         for keys in key_masks:
             first = torch.maximum(first, keys.to(torch.uint8).argmax(-1))
         return first
@@ -101,7 +101,7 @@ class Tokens:
         return slots.gather(1, query_slots)
 
 
-def _allowed(mask: Mask) -> list[Tensor]:
+def dense_terms(mask: Mask) -> list[Tensor]:
     """Return the dense terms of a mask as booleans; a bias hides a key by -inf or a large negative number."""
     return [*mask.allowed, *(bias.detach() > MASKING_BIAS for bias in mask.biases)]
 
@@ -148,7 +148,7 @@ def with_documents(mask: Mask | None, queries: int, keys: int) -> tuple[Mask | N
         visible = _visible_pairs(mask, queries, keys, index)  # [batch or 1, queries, keys]
         starts, shown = _document_starts(visible, index), visible.any(1)
     else:
-        shown = reduce(operator.and_, (x.any(1)[:, 0] for x in _allowed(mask)))  # [batch or 1, keys]
+        shown = reduce(operator.and_, (x.any(1)[:, 0] for x in dense_terms(mask)))  # [batch or 1, keys]
         starts = torch.zeros_like(shown)
     # Queries of padding may see tokens after it, as in an encoder; only the statistics, without them, may be cut there.
     after_padding = (index == shown.to(torch.uint8).argmax(-1, keepdim=True)) & shown & (index > 0) & ~starts
@@ -184,7 +184,7 @@ def _document_starts(visible: Tensor, index: Tensor) -> Tensor:
 
 def _visible_pairs(mask: Mask, queries: int, keys: int, index: Tensor) -> Tensor:
     visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=index.device)
-    for allowed in _allowed(mask):
+    for allowed in dense_terms(mask):
         visible = visible & allowed.any(1, keepdim=True)
     offset = index - index[:, None]
     if mask.left is not None:

@@ -25,7 +25,15 @@ from polyhead.observation import (
     torch_modules,
     transformers_models,
 )
-from polyhead.observation.attention_calls import CACHES, SequenceStart, is_dense, located_in_cache, sequence_start
+from polyhead.observation.cache_positions import (
+    CACHES,
+    SequenceStart,
+    is_dense,
+    locate_sinks,
+    located_in_cache,
+    sequence_start,
+)
+from polyhead.observation.calling_modules import calling_modules
 from polyhead.observation.calls import Call, Plan
 from polyhead.observation.collectors import (
     BatchMetadata,
@@ -44,6 +52,7 @@ from polyhead.observation.head_profile import HeadProfile
 from polyhead.observation.intercepted_calls import Interceptor, SkippedCall
 from polyhead.observation.observations import Observations
 from polyhead.observation.origins import origins_of
+from polyhead.observation.recomputation import hidden_operators, is_recomputed
 from polyhead.observation.rows import Tokens, matching_tokens, with_documents
 from polyhead.observation.session_limits import (
     OneThread,
@@ -59,7 +68,6 @@ from polyhead.observation.session_limits import (
 )
 from polyhead.observation.staging import Staging, Tally, enclosing_modules
 from polyhead.observation.statistics import AttentionSite, SiteStatistics, StatisticsRequest
-from polyhead.observation.watcher import ObservedCall, OutputSite, is_recomputed
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics
 
@@ -181,7 +189,7 @@ class Session:
         self.callback = callback
         self._staging = Staging(on_abort=self._drop, on_commit=self._call_back)
         self._unchecked: dict[str, None] = {}
-        self._plans: dict[tuple[nn.Module | OutputSite, int, bool, bool], Plan] = {}
+        self._plans: dict[tuple[nn.Module | str, int, bool, bool], Plan] = {}
         self.metadata = BatchMetadata()
         self.gates = Gates(self._gate_paths, self._are_sites_known)
         self._starts: dict[nn.Module, deque[SequenceStart]] = {}  # of sliding-window caches
@@ -207,7 +215,7 @@ class Session:
         self._adapted = adapting.adapted_modules(self.model, self.adapters, self._interface_modules)
         self._layers = tuple(x for x in torch_modules.attention_layers(self.model) if x not in self._adapted)
         # Modules that may call attention functions by themselves.
-        self._calling = intercepted_calls.calling_modules(self.model, self.attention_modules)
+        self._calling = calling_modules(self.model, self.attention_modules)
         if not len(self.attention_modules) and not len(self._calling):
             raise OptionError(transformers_models.why_unobservable(self.model))
 
@@ -265,8 +273,7 @@ class Session:
             if self.compiled is None:
                 undo.enter_context(nested_sessions.EAGER.held())
             undo.callback(self._forget)
-            nested_sessions.enter_session(self, self.model)
-            undo.callback(nested_sessions.leave_session, self)
+            undo.enter_context(nested_sessions.entered(self, self.model))
             if self.compiled is not None:
                 self._watch_compiled(self.compiled, undo)
                 self._undo = undo.pop_all()
@@ -363,7 +370,8 @@ class Session:
         call = self.call(module, query.shape[1], tokens, cross=cross, learned_sinks=learned_sinks)
         if call is not None:
             is_marked = not cross and call.requested is not None and (call.counts or call.differentiable)
-            masks = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else (mask, None)
+            with hidden_operators():
+                masks = with_documents(mask, query.shape[2], key.shape[2]) if is_marked else (mask, None)
             call.mask, call.statistics_mask = masks
         is_same = query.shape[2] == key.shape[2]
         if self.compiled is not None:
@@ -386,12 +394,12 @@ class Session:
                     latest = {root: located[1] for root, x in self._latest_tokens.items() if x is tokens}
                     self._latest_tokens.update(latest)
             elif is_cached and dropped and call is not None and call.requested is not None:
-                _locate_sinks(call, tokens, dropped, context.first_tokens)
+                locate_sinks(call, tokens, dropped, context.first_tokens)
         return call
 
     def call(
         self,
-        module: nn.Module | OutputSite,
+        module: nn.Module | str,
         num_heads: int,
         tokens: Tokens | Tensor | None,
         *,
@@ -401,7 +409,7 @@ class Session:
         """Prepare the observation of one call of a module; None if it is not observed.
 
         Args:
-            module: attention module, or a site of it.
+            module: attention module, or the name of a further attention call of one, e.g. `blocks.3.attn#2`.
             num_heads: heads of the module.
             tokens: non-padding tokens of the call; None for all.
             cross: whether it is cross-attention.
@@ -423,8 +431,9 @@ class Session:
             tokens = matching_tokens(self._latest_tokens.get(plan.root), tokens)
         else:
             self._latest_tokens[plan.root] = tokens
+        gate_alone = None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
         if not plan.chosen or not (len(columns) or len(self.collectors)):
-            return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
+            return gate_alone
         # A checkpointed layer is recomputed in the backward and must run the same operations as before. The
         # recomputation cannot be matched to its call, so with gradients enabled every call runs the same operations.
         is_recomputation = is_recomputed()
@@ -434,13 +443,12 @@ class Session:
         for counter in (tally.calls, tally.begun):
             counter[site] += not is_recomputation
         if not counts and not torch.is_grad_enabled() and self._recorder is None:
-            return None if gate is None else Call(self, site, (), None, None, counts=False, gate=gate)
-        has_collectors = len(self.collectors) > 0
-        call = Call(self, site, columns, plan.requested, tokens, counts, has_collectors, gate, learned_sinks)
+            return gate_alone
+        call = Call(self, site, columns, plan.requested, tokens, counts, len(self.collectors) > 0, gate, learned_sinks)
         call.differentiable, call.recorder = self._recorder is not None, None if is_recomputation else self._recorder
         return call
 
-    def withdraw(self, call: ObservedCall) -> None:
+    def withdraw(self, call: Call) -> None:
         """Undo `call` for a call that turns out not to be observed.
 
         Args:
@@ -521,9 +529,9 @@ class Session:
             call.record(result, non_padding)
         return call.gradient_hook
 
-    def _plan(self, module: nn.Module | OutputSite, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
-        path = module.name if isinstance(module, OutputSite) else self._names[id(module)]
-        origins = None if isinstance(module, OutputSite) else origins_of(self.model, path, module, num_heads)
+    def _plan(self, module: nn.Module | str, num_heads: int, *, cross: bool, learned_sinks: bool) -> Plan:
+        path = module if isinstance(module, str) else self._names[id(module)]
+        origins = None if isinstance(module, str) else origins_of(self.model, path, module, num_heads)
         site = self._site(path, num_heads, origins, cross=cross)
         root = site.stack.partition(".*")[0] if "*" in site.stack else site.stack.rpartition(".")[0]
         columns = self.wanted.columns(cross=cross, learned_sinks=learned_sinks)
@@ -698,20 +706,6 @@ class Session:
         heads = sum(site.num_heads for site in self._staging.counted.sites.values() if self._is_chosen(site))
         note = f"; {intercepted_calls.MATERIALISED}" if len(self.materialised) else ""
         return f"Session({type(self.model).__name__}, {heads} heads observed{note})"
-
-
-def _locate_sinks(call: Call, tokens: Tokens, dropped: int, first: Tensor | None) -> None:
-    """Set which of the first keys a sliding-window cache still holds, of sequences whose first tokens are `first`."""
-    if first is None:  # padding that the cache still holds shows the first token
-        held = tokens.first_token()
-        first = torch.where(held > 0, held + dropped, 0)
-    assert call.requested is not None
-    if call.requested.sink_keys == 1:
-        call.sinks_in_view = (first >= dropped).expand(tokens.batch)
-    elif call.mask is None or call.mask.placed is None:
-        index = torch.arange(tokens.keys, device=tokens.device) + dropped - first[:, None]
-        placed = Mask.positions(index[:, tokens.keys - tokens.queries :], index.clamp_min(-1))
-        call.mask = placed if call.mask is None else call.mask & placed
 
 
 def _to_device(value: CollectorState, empty: CollectorState, device: torch.device) -> CollectorState:

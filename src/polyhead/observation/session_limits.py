@@ -13,8 +13,8 @@ from torch import nn
 from polyhead.errors import OptionError
 from polyhead.geometry import HeadId, HeadOrigins
 from polyhead.observation import torch_modules, transformers_models
+from polyhead.observation.recomputation import is_recomputed
 from polyhead.observation.statistics import AttentionSite
-from polyhead.observation.watcher import is_recomputed
 
 
 @dataclass(slots=True, eq=False)

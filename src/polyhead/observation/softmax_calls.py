@@ -19,12 +19,13 @@ from polyhead.observation.attention_calls import (
     as_mask,
     head_counts,
     is_cross,
+    unreadable,
 )
 from polyhead.observation.followed_tensors import FollowedTensors, HeadViews, Scores, Softmax, Weights, version_of
+from polyhead.observation.forward_arguments import parameters_of
 from polyhead.observation.matrix_products import Axis, MatrixProduct
 from polyhead.observation.rows import MASKING_BIAS
-from polyhead.observation.transformers_models import is_pretrained, takes_attention_mask
-from polyhead.ops.common.tracing import is_transformed
+from polyhead.observation.transformers_models import is_pretrained
 
 WIDTH = 8  # head dimension of all-zero queries and keys
 
@@ -46,24 +47,13 @@ def softmax_of(
     scores = origin if isinstance(origin, Scores) else None
     if logits.ndim == 2 and scores is None:
         return
-    softmax = Softmax(logits, version_of(logits), scores, running, _why_unreadable(logits))
+    softmax = Softmax(logits, version_of(logits), scores, running, unreadable("logits", logits))
     if kwargs.get("out") is not None or result is logits:
         softmax.reason = "its softmax overwrites the logits"
     if scores is not None:
         followed.softmaxes.append((running.path, softmax.products))
     followed.has_softmax = True
     followed.set(result, Weights(softmax, axis))
-
-
-def _why_unreadable(x: Tensor) -> str:
-    if is_transformed():
-        return "it runs inside a transform of torch.func or in forward-mode AD"
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return "it is traced"
-    if x.is_meta or x.is_nested or type(x) not in (Tensor, nn.Parameter):
-        kind = "meta" if x.is_meta else "nested" if x.is_nested else type(x).__name__
-        return f"logits must be plain tensors, got a {kind} tensor"
-    return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,9 +224,10 @@ def _layout(
     if len(marked) == 1 and (not len(counts) or sizes[marked[0]] in counts):
         return _Layout(tuple(x for x in shared if x != marked[0]), marked[0], query)
     if len(shared) == 1:
-        return _of_three_axes(
-            running, shared[0], sizes[shared[0]], query, sizes[query], merged, counts, followed, unknown
-        )
+        layout = _of_three_axes(running, shared[0], query, sizes, merged, counts, followed.orders)
+        if layout is None:
+            raise unknown
+        return layout
     if len(shared) > 2 or len(marked):
         heads = [x for x in shared if sizes[x] in counts]
         if len(heads) != 1:
@@ -259,30 +250,28 @@ def _layout(
 def _of_three_axes(
     running: RunningModule,
     axis: Axis,
-    size: int,
     query: Axis,
-    queries: int,
+    sizes: Mapping[Axis, int],
     merged: tuple[Axis, int, int, bool | None] | None,
     counts: set[int],
-    followed: FollowedTensors,
-    unknown: NotUnderstood,
-) -> _Layout:
-    """Return the layout of [batch * heads, queries, keys], or of [batch, queries, keys] of one head."""
+    orders: dict[str, bool],
+) -> _Layout | None:
+    """Return the layout of [batch * heads, queries, keys], or [batch, queries, keys] of one head; None if unknown."""
     if merged is not None and merged[0] == axis:
         _, outer, inner, is_outer = merged
         if is_outer is None and (inner in counts) != (outer in counts):
             is_outer = outer in counts
         if is_outer is None:
-            is_outer = followed.orders.get(running.path)
+            is_outer = orders.get(running.path)
         if is_outer is not None and (not len(counts) or (outer if is_outer else inner) in counts):
-            followed.orders[running.path] = is_outer
+            orders[running.path] = is_outer
             return _Layout((), None, query, (axis, outer, inner, is_outer))
-    batches = {rows for rows, tokens in _tokens(running) if tokens == queries}
-    if 1 in counts or (not len(counts) and size in batches):
+    batches = {rows for rows, tokens in _tokens(running) if tokens == sizes[query]}
+    if 1 in counts or (not len(counts) and sizes[axis] in batches):
         return _Layout((axis,), None, query)
-    if size in counts and batches == {1}:
+    if sizes[axis] in counts and batches == {1}:
         return _Layout((), axis, query)
-    raise unknown
+    return None
 
 
 def _logits(weights: Weights) -> tuple[Tensor, Tensor | None]:
@@ -344,7 +333,7 @@ def _without_padding(running: RunningModule, visible: Tensor) -> Tensor:
     """
     batch, _, queries, keys = visible.shape
     models = (x for x in (running, *running.around()) if is_pretrained(x.module))
-    inputs = next((x.inputs() for x in models if takes_attention_mask(type(x.module))), {})
+    inputs = next((x.inputs() for x in models if "attention_mask" in parameters_of(type(x.module).forward)), {})
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != (batch, keys) or queries != keys or bool((mask != 0).all()):
         return visible

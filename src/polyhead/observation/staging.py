@@ -53,8 +53,10 @@ class Staging:
         """The tally to update: the staged one during a call, otherwise the committed one."""
         return self.counted if self.staged is None else self.staged
 
-    def run(self, call: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Run a call and commit its data atomically; a nested call is part of the outer one."""
+    def run(
+        self, call: Callable[..., Any], module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Run a call of a module and commit its data atomically; a nested call is part of the outer one."""
         if self.staged is not None:
             return call(*positional, **keywords)
         with self.lock:
@@ -85,16 +87,18 @@ class Staging:
 
     def watching(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Stage the calls of these modules, hooks included; restores the modules on exit."""
-        return wrapped_calls(modules, lambda method, module: _Staged(self, method, module))
+        return wrapped_calls(modules, self.run)
+
+
+# Runs a method of a module, given the method, the module, and the positional and keyword arguments of a call.
+Run = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
 def wrapped_calls(
-    modules: Iterable[nn.Module],
-    wrap: Callable[[Callable[..., Any], nn.Module], Callable[..., Any]],
-    methods: Sequence[str] = ("_call_impl", "_compiled_call_impl"),
+    modules: Iterable[nn.Module], run: Run, methods: Sequence[str] = ("_call_impl", "_compiled_call_impl")
 ) -> Iterator[None]:
-    """Replace methods of modules, by default those that run a module and its hooks; restores the modules on exit."""
+    """Let `run` call methods of modules, by default those that run a module and its hooks; restores them on exit."""
     replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in modules:
@@ -103,7 +107,7 @@ def wrapped_calls(
                 method = getattr(module, name, None)
                 if method is not None:
                     replaced.append((module, name, module.__dict__.get(name)))
-                    module.__dict__[name] = wrap(method, module)
+                    module.__dict__[name] = _Wrapped(run, method, module, name)
         yield
     finally:
         for module, name, method in reversed(replaced):
@@ -114,17 +118,20 @@ def wrapped_calls(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Staged:
-    staging: Staging
-    call: Callable[..., Any]
+class _Wrapped:
+    """A method of a module that `run` calls."""
+
+    run: Run
+    method: Callable[..., Any]
     module: nn.Module
+    name: str
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        return self.staging.run(self.call, *positional, **keywords)
+        return self.run(self.method, self.module, positional, keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled or copied module gets its own method back and is not observed.
-        return getattr, (self.module, "_call_impl")
+        return getattr, (self.module, self.name)
 
 
 def enclosing_modules(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -32,6 +32,7 @@ DEFAULT = (
 )
 NAMES = (*DEFAULT, *(name for name in ROW_NAMES if name not in (*DEFAULT, "visible_keys")))
 
+_SAVED = ("name", "kind", "stack", "layer", "num_heads")  # fields of every site in a file
 LOCATION = ("site", "kind", "stack", "layer", "head", "original_head")
 
 
@@ -86,7 +87,7 @@ class AttentionSite:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the site as a dictionary of JSON types."""
-        fields = {name: getattr(self, name) for name in ("name", "kind", "stack", "layer", "num_heads")}
+        fields = {name: getattr(self, name) for name in _SAVED}
         return fields if self.origins is None else {**fields, "origins": self.origins.to_dict()}
 
     @classmethod
@@ -97,7 +98,7 @@ class AttentionSite:
             fields: the dictionary.
         """
         origins = fields.get("origins")
-        site = build(cls, {name: fields[name] for name in ("name", "kind", "stack", "layer", "num_heads")})
+        site = build(cls, {name: fields[name] for name in _SAVED})
         site = site if origins is None else replace(site, origins=HeadOrigins.from_dict(origins))
         if site.origins is not None and len(site.origins.heads) != site.num_heads:
             raise OptionError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyhead.errors import OptionError
 from polyhead.observation.collectors import BatchMetadata, counted_rows, exclude_padding
+from polyhead.observation.document_sums import checked_documents
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -62,12 +63,12 @@ class SiteSample:
 
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         output = attended.result.output.detach()
-        if metadata.documents is None:
-            raise OptionError(
-                "a token sample needs the document index of each row; "
-                "set session.metadata = BatchMetadata(documents=...) before calling the model"
-            )
         batch, _, queries, dim = output.shape
+        checked_documents(metadata, batch, "a token sample needs")
+        if metadata.pieces is not None and metadata.pieces.shape != (batch,):
+            raise OptionError(
+                f"pieces must be one index per text, here [{batch}], got shape {list(metadata.pieces.shape)}"
+            )
         if not dim:
             return self  # only the weights are available
         counted = counted_rows(exclude_padding(attended, non_padding))

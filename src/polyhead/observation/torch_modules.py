@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +18,20 @@ from polyhead.layers.base_attention import BaseAttention
 from polyhead.layers.torch_compat import MultiheadAttention
 from polyhead.layers.torch_compat.forward_steps import torch_mask
 from polyhead.layers.variants.talking import TalkingHeads
+from polyhead.observation.forward_arguments import forward_arguments
 from polyhead.observation.nested_sessions import SharedSetting, merged_requests, product_of_gates
+from polyhead.observation.recomputation import hidden_operators
 from polyhead.observation.rows import Tokens, with_documents
 from polyhead.observation.staging import wrapped_calls
-from polyhead.observation.watcher import ObservedCall, OutputSite, Watcher
 from polyhead.ops.attended import Attended
 from polyhead.ops.attention import AttentionOutput, RowStatistics, Statistics, attention
 from polyhead.ops.common.gates import gate_factors
 from polyhead.ops.common.statistics import as_statistics
 from polyhead.ops.common.tracing import is_transformed
+
+if TYPE_CHECKING:
+    from polyhead.observation.calls import Call
+    from polyhead.observation.session import Session
 
 
 def attention_layers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -70,7 +74,7 @@ _NO_FASTPATH = SharedSetting(_without_fastpath)
 
 
 @contextmanager
-def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
+def watched(layer: nn.Module, session: Session) -> Iterator[None]:
     """Hook a layer for the duration of the context."""
     hooks = _PolyheadHooks(session, layer) if isinstance(layer, BaseAttention) else _TorchHooks(session)
     with ExitStack() as undo:
@@ -83,33 +87,21 @@ def watched(layer: nn.Module, session: Watcher) -> Iterator[None]:
             )
         before = layer.register_forward_pre_hook(hooks.before, with_kwargs=True)
         undo.callback(before.remove)
-        undo.enter_context(wrapped_calls([layer], lambda call, module: _WithLastHook(call, module, before.id)))
+
+        def run(
+            call: Callable[..., Any], module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
+        ) -> Any:
+            """Run the layer with this pre-hook last: those registered in the session may change inputs or weights."""
+            hooks = cast(OrderedDict[int, Any], module._forward_pre_hooks)
+            if next(reversed(hooks), None) != before.id and before.id in hooks:
+                hooks.move_to_end(before.id)
+            return call(*positional, **keywords)
+
+        undo.enter_context(wrapped_calls([layer], run))
         always = isinstance(hooks, _TorchHooks)  # to clean up after a call that raised
         after = layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True, always_call=always)
         undo.callback(after.remove)
         yield
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _WithLastHook:
-    """Run a module with the session's pre-hook last, after those registered inside the session.
-
-    Such hooks may change the inputs or the weights.
-    """
-
-    call: Callable[..., Any]
-    module: nn.Module
-    hook: int
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        hooks = cast(OrderedDict[int, Any], self.module._forward_pre_hooks)
-        if next(reversed(hooks), None) != self.hook and self.hook in hooks:
-            hooks.move_to_end(self.hook)
-        return self.call(*positional, **keywords)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled or copied module gets its own method back and is not observed.
-        return getattr, (self.module, "_call_impl")
 
 
 def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) -> Callable[[Attended], None]:
@@ -124,7 +116,7 @@ def _both(outer: Callable[[Attended], None], inner: Callable[[Attended], None]) 
 class _Request:
     """A call of a polyhead layer, and the outputs that its caller requested."""
 
-    call: ObservedCall
+    call: Call
     statistics: Statistics | None
     logsumexp: bool
 
@@ -132,7 +124,7 @@ class _Request:
 class _Hooks:
     """Hooks of one layer. Those of a copy of the layer do nothing: a session observes the layer itself."""
 
-    session: Watcher | None
+    session: Session | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
@@ -143,11 +135,10 @@ class _Hooks:
 class _PolyheadHooks(_Hooks):
     """Hooks of a polyhead layer: request additional outputs and remove them from the caller's result."""
 
-    def __init__(self, session: Watcher, layer: BaseAttention) -> None:
+    def __init__(self, session: Session, layer: BaseAttention) -> None:
         self.session = session
-        self.names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         self.mixes_heads = isinstance(layer, TalkingHeads)
-        self.pending: list[_Request] = []
+        self.request: _Request | None = None  # of the running call
 
     def before(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]
@@ -155,8 +146,8 @@ class _PolyheadHooks(_Hooks):
         if self.session is None:
             return None
         assert isinstance(module, BaseAttention)
-        self.pending.clear()  # left over from a call that raised
-        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        self.request = None  # left over from a call that raised
+        arguments = forward_arguments(module, positional, keywords)
         query, cross = arguments.get("query"), arguments.get("key") is not None
         if not isinstance(query, Tensor) or query.ndim != 3:
             return None  # the layer raises for invalid inputs
@@ -165,8 +156,7 @@ class _PolyheadHooks(_Hooks):
         if call is None:
             return None
         callers_statistics = as_statistics(arguments.get("statistics"))
-        requested = _Request(call, callers_statistics, bool(arguments.get("logsumexp")))
-        self.pending.append(requested)
+        self.request = _Request(call, callers_statistics, bool(arguments.get("logsumexp")))
         gate = arguments.get("head_gate")
         if call.gate is not None:
             sizes = (query.shape[0], heads, query.shape[1])
@@ -174,27 +164,27 @@ class _PolyheadHooks(_Hooks):
         return positional, {
             **keywords,
             "statistics": merged_requests(call.requested, callers_statistics, learned_sinks),
-            "logsumexp": requested.logsumexp or call.has_collectors,
+            "logsumexp": self.request.logsumexp or call.has_collectors,
             "head_gate": gate,
         }
 
     def listen(self, attended: Attended) -> None:
-        if self.session is not None and len(self.pending):
-            call = self.pending[-1].call
+        if self.session is not None and self.request is not None:
+            call = self.request.call
             recompute = self.mixes_heads and call.differentiable
             call.notify(_with_gradients(attended, call.requested) if recompute else attended)
 
     def after(
         self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any], output: AttentionOutput
     ) -> AttentionOutput | None:
-        if self.session is None or not len(self.pending):
+        request, self.request = self.request, None
+        if self.session is None or request is None:
             return None
-        requested = self.pending.pop()
         statistics = None
-        if requested.statistics is not None and output.statistics is not None:
-            names = requested.statistics.wanted(learned_sinks=requested.call.learned_sinks)
+        if request.statistics is not None and output.statistics is not None:
+            names = request.statistics.wanted(learned_sinks=request.call.learned_sinks)
             statistics = RowStatistics(**{k: v for k, v in output.statistics.items() if k in names})
-        return replace(output, statistics=statistics, logsumexp=output.logsumexp if requested.logsumexp else None)
+        return replace(output, statistics=statistics, logsumexp=output.logsumexp if request.logsumexp else None)
 
 
 def _with_gradients(attended: Attended, requested: Statistics | None) -> Attended:
@@ -205,7 +195,8 @@ def _with_gradients(attended: Attended, requested: Statistics | None) -> Attende
     query, key, mask, scale = attended.query, attended.key, attended.mask, attended.scale
     if requested is None or not torch.is_grad_enabled():
         return attended
-    rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=requested).statistics
+    with hidden_operators(gradients=True):
+        rows = attention(query, key, key[..., :1], mask=mask, scale=scale, statistics=requested).statistics
     return replace(attended, result=replace(attended.result, statistics=rows))
 
 
@@ -227,16 +218,15 @@ _GATED = "_polyhead_gated"  # set on a module during a call with gates
 class _TorchHooks(_Hooks):
     """Hooks of `torch.nn.MultiheadAttention`, which recompute its attention and leave its output unchanged."""
 
-    def __init__(self, session: Watcher) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self.names = tuple(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]
         self.removed: Tensor | None = None
 
     def before(self, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.removed = None
         if self.session is None:
             return
-        arguments = {**dict(zip(self.names, positional, strict=False)), **keywords}
+        arguments = forward_arguments(module, positional, keywords)
         inputs = [x for x in (arguments.get(name) for name in ("query", "key", "value")) if isinstance(x, Tensor)]
         if len(inputs) < 3 or not all(x.ndim in (2, 3) for x in inputs):
             return  # the layer raises for invalid inputs
@@ -302,8 +292,8 @@ def is_same(query: Tensor, key: Tensor) -> bool:
 def notify_torch(
     layer: MultiheadAttention | FunctionArguments,
     arguments: dict[str, Any],
-    session: Watcher,
-    site: nn.Module | OutputSite,
+    session: Session,
+    site: nn.Module | str,
     *,
     cross: bool,
 ) -> Tensor | None:
@@ -332,7 +322,7 @@ def notify_torch(
             "gates of torch.nn.MultiheadAttention need dropout to be off, since its dropout mask is not accessible, "
             f"got {call.site.name!r} in training mode with dropout {layer.dropout}; call model.eval()"
         )
-    with torch.set_grad_enabled((call.differentiable or call.gate is not None) and torch.is_grad_enabled()):
+    with hidden_operators(gradients=call.differentiable or call.gate is not None):
         # `_project` only reads weights that PyTorch's class has too.
         q, k, v = MultiheadAttention._project(cast(MultiheadAttention, layer), query, key, value)
         # PyTorch's own condition for taking the hint in place of the mask.

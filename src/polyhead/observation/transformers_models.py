@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -18,20 +18,23 @@ from polyhead.integrations.huggingface.attention import ORIGINAL, WATCHERS
 from polyhead.integrations.huggingface.mask_functions import ORIGINALS
 from polyhead.integrations.huggingface.registration import NAME, OBSERVED, OBSERVED_EAGER, register
 from polyhead.masks import Mask
+from polyhead.observation.forward_arguments import forward_arguments, parameters_of
 from polyhead.observation.nested_sessions import Begin, begin_both
-from polyhead.observation.watcher import Watcher
+
+if TYPE_CHECKING:
+    from polyhead.observation.session import Session
 
 # Argument names under which transformers modules receive the encoder sequence of a cross-attention.
 SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "encoder_states")
 
 
 @contextmanager
-def watching(model: nn.Module, watcher: Watcher) -> Iterator[None]:
-    """Register `watcher` for all modules of the model for the duration of the context."""
+def watching(model: nn.Module, session: Session) -> Iterator[None]:
+    """Register a session for all modules of the model for the duration of the context."""
     with ExitStack() as undo:
         for module in model.modules():
             outer = WATCHERS.get(module)
-            WATCHERS[module] = watcher.begin if outer is None else begin_both(outer, watcher.begin)
+            WATCHERS[module] = session.begin if outer is None else begin_both(outer, session.begin)
             undo.callback(_restore, module, outer)
         yield
 
@@ -76,13 +79,8 @@ def _calls_interface(kind: type) -> bool:
     return False
 
 
-def _takes_attention_mask(kind: Any) -> bool:
-    return "attention_mask" in inspect.signature(kind.forward).parameters
-
-
-# No decorators: mypy takes classes of modules for unhashable.
+# No decorator: mypy takes classes of modules for unhashable.
 uses_interface: Callable[[type], bool] = cache(_calls_interface)
-takes_attention_mask: Callable[[type], bool] = cache(_takes_attention_mask)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -96,11 +94,11 @@ def is_pretrained(module: nn.Module) -> bool:
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
     """Return the transformers models in a module by path, without those inside another; a model itself at ""."""
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if is_pretrained(module) and not any(is_inside(path, outer) for outer in found):
-            found[path] = module
-    return found
+        if is_pretrained(module) and not any(is_inside(path, outer) for outer in models):
+            models[path] = module
+    return models
 
 
 def is_inside(path: str, outer: str) -> bool:
@@ -189,7 +187,6 @@ def record_context(
 
     `check_paged` is called with the paged cache of a call, if any, and the attention implementation.
     """
-    names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     entered = getattr(getattr(module, "config", None), "_attn_implementation", None)  # polyhead, by `switched`
 
     def record(module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -203,7 +200,7 @@ def record_context(
                 "switch it before or after the session. After continuous batching was initialized, a session observes "
                 "that alone"
             )
-        arguments = {**dict(zip(names, positional, strict=False)), **keywords}
+        arguments, names = forward_arguments(module, positional, keywords), parameters_of(type(module).forward)
         cross = any(name in names and arguments.get(name) is not None for name in SOURCES)
         first_tokens = getattr(arguments.get("attention_mask"), "first_tokens", None)
         contexts[id(module)] = CallContext(
@@ -214,7 +211,7 @@ def record_context(
 
 
 def _positions(module: nn.Module, arguments: dict[str, Any]) -> tuple[int | None, int | Tensor]:
-    """Return the number of keys that a sliding-window cache has dropped, and that of tokens that a cache has seen."""
+    """Return how many keys a sliding-window cache has dropped, and the length of the sequence in a cache so far."""
     caches = (arguments.get(name) for name in ("past_key_values", "past_key_value"))
     cache = next((candidate for candidate in caches if candidate is not None), None)
     layer, hidden = getattr(module, "layer_idx", None), arguments.get("hidden_states")
@@ -224,8 +221,8 @@ def _positions(module: nn.Module, arguments: dict[str, Any]) -> tuple[int | None
     offset = cache.get_mask_sizes(hidden.shape[1], layer)[1]  # as transformers computes it for masks
     if not isinstance(offset, int):
         return None, 0
-    seen = cache.get_seq_length(layer)
-    return offset, seen.clone() if isinstance(seen, Tensor) else seen  # a cache updates its tensor in place
+    length = cache.get_seq_length(layer)
+    return offset, length.clone() if isinstance(length, Tensor) else length  # a cache updates its tensor in place
 
 
 def infer_cross(module: nn.Module, query: Tensor, key: Tensor, mask: Mask | None) -> bool:

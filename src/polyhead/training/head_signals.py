@@ -17,10 +17,10 @@ from polyhead.observation.collectors import Collected
 from polyhead.observation.compiled import CompiledModules, compiled_callers, compiled_modules
 from polyhead.observation.nested_sessions import is_gated_by_another
 from polyhead.observation.output_projections import candidate_projections, output_matrix, reads_heads, wrapper_of
+from polyhead.observation.recomputation import hidden_operators, is_recomputed
 from polyhead.observation.session import Session
 from polyhead.observation.statistics import AttentionSite
 from polyhead.observation.torch_modules import has_own_forward
-from polyhead.observation.watcher import is_recomputed
 from polyhead.ops.attention import AttentionOutput
 from polyhead.ops.common.head_sums import CountedTokens, count_tokens, product, quadratic_forms, squared_norms
 from polyhead.training.head_history import COSINES
@@ -201,7 +201,7 @@ class HeadSignals:
         elif output.requires_grad:
             output.register_hook(hook)
 
-    @torch.no_grad()
+    @hidden_operators()
     def _read(self, linear: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         """Add what the input of an output projection writes; the first such input is compared with the heads."""
         if not len(inputs) or not isinstance(inputs[0], Tensor):
@@ -222,7 +222,7 @@ class HeadSignals:
             awaited.weights.append(linear.weight.detach())  # type: ignore[operator]
             self._add_outputs(awaited, inputs[0], self._matrix(linear, inputs[0].device))
 
-    @torch.no_grad()
+    @hidden_operators()
     def _read_torch(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add what `torch.nn.MultiheadAttention` writes, whose attention was recomputed without dropout."""
         assert isinstance(module, nn.MultiheadAttention)
