@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -392,6 +392,20 @@ class Mask:
             allowed=tuple(move(x) for x in self.allowed),
             biases=tuple(move(x) for x in self.biases),
             relative_biases=tuple(RelativeBias(move(term.table), term.zero) for term in self.relative_biases),
+        )
+
+    def with_head_terms(self, change: Callable[[Tensor, int], Tensor]) -> Mask:
+        """Return the mask with other tensors in its terms that may differ by head.
+
+        Args:
+            change: returns the new tensor, given that of a term and the axis of its heads: 1 of a dense mask and of a
+                bias, 0 of the table of a relative bias.
+        """
+        return dataclasses.replace(
+            self,
+            allowed=tuple(change(x, 1) for x in self.allowed),
+            biases=tuple(change(x, 1) for x in self.biases),
+            relative_biases=tuple(RelativeBias(change(x.table, 0), x.zero) for x in self.relative_biases),
         )
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyhead.errors import MaskError, ShapeError
 from polyhead.geometry import checked_key_heads
-from polyhead.masks import Mask, RelativeBias
+from polyhead.masks import Mask
 from polyhead.ops.attention.api import attention
 from polyhead.ops.common.request import AttentionOutput
 from polyhead.ops.common.statistics import NAMES, RowStatistics, Statistics
@@ -256,12 +256,7 @@ def _mask_for_heads(mask: Mask, heads: Sequence[int], num_heads: int) -> Mask:
             raise MaskError(f"a mask must have {num_heads} heads or 1, got shape {list(x.shape)}")
         return select_heads(x, heads, axis)
 
-    return replace(
-        mask,
-        allowed=tuple(select(x, 1) for x in mask.allowed),
-        biases=tuple(select(x, 1) for x in mask.biases),
-        relative_biases=tuple(RelativeBias(select(term.table, 0), term.zero) for term in mask.relative_biases),
-    )
+    return mask.with_head_terms(select)
 
 
 def _select_per_head(name: str, x: Tensor, heads: Sequence[int], num_heads: int) -> Tensor:

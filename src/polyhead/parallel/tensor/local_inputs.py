@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from polyhead.errors import MaskError
-from polyhead.masks import Mask, RelativeBias
+from polyhead.masks import Mask
 from polyhead.ops.common.gates import gate_factors
 
 
@@ -45,29 +46,11 @@ class LocalMasks:
 
         With `of_parameters`, the terms are computed from parameters whose gradients are summed over ranks already.
         """
-
-        def term(x: Tensor, axis: int) -> Tensor:
-            return self._term(x, axis, is_summed=of_parameters)
-
-        return replace(
-            mask,
-            allowed=tuple(term(x, 1) for x in mask.allowed),
-            biases=tuple(term(x, 1) for x in mask.biases),
-            relative_biases=tuple(RelativeBias(term(x.table, 0), x.zero) for x in mask.relative_biases),
-        )
+        return mask.with_head_terms(partial(self._term, is_summed=of_parameters))
 
     def whole(self, mask: Mask) -> Mask:
         """Return a mask that contains local terms with the terms of all heads in their place."""
-
-        def of_all_heads(term: Tensor) -> Tensor:
-            return self._whole.get(id(term), (term, term))[1]
-
-        return replace(
-            mask,
-            allowed=tuple(map(of_all_heads, mask.allowed)),
-            biases=tuple(map(of_all_heads, mask.biases)),
-            relative_biases=tuple(RelativeBias(of_all_heads(x.table), x.zero) for x in mask.relative_biases),
-        )
+        return mask.with_head_terms(lambda term, _: self._whole.get(id(term), (term, term))[1])
 
     def _term(self, term: Tensor, axis: int, *, is_summed: bool) -> Tensor:
         if term.shape[axis] not in (1, self.num_heads):

@@ -101,19 +101,10 @@ class RecordedAttention:
 
 
 def _mask_of_head(mask: Mask, head: int) -> Mask:
-    def of(x: Tensor) -> Tensor:
-        return x if x.shape[1] == 1 else x[:, head : head + 1]
+    def of(x: Tensor, axis: int) -> Tensor:
+        return x if x.shape[axis] == 1 else x.narrow(axis, head, 1)
 
-    tables = tuple(
-        term if term.table.shape[0] == 1 else replace(term, table=term.table[head : head + 1])
-        for term in mask.relative_biases
-    )
-    return replace(
-        mask,
-        allowed=tuple(of(x) for x in mask.allowed),
-        biases=tuple(of(x) for x in mask.biases),
-        relative_biases=tables,
-    )
+    return mask.with_head_terms(of)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

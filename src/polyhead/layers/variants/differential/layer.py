@@ -240,12 +240,7 @@ def _over_maps(mask: Mask | None) -> Mask | None:
     def twice(x: Tensor, axis: int) -> Tensor:
         return x if x.shape[axis] == 1 else torch.cat((x, x), axis)
 
-    return replace(
-        mask,
-        allowed=tuple(twice(x, 1) for x in mask.allowed),
-        biases=tuple(twice(x, 1) for x in mask.biases),
-        relative_biases=tuple(replace(term, table=twice(term.table, 0)) for term in mask.relative_biases),
-    )
+    return mask.with_head_terms(twice)
 
 
 def _half_of_keys(number: int, storage: CacheArguments) -> CacheArguments:
