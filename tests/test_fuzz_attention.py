@@ -225,7 +225,17 @@ def test_drawn_cases_have_every_option() -> None:
     for word in (
         *("no_grad", "inference_mode", "autocast=True", "stream=True", "poison='nan'", "profile=", "by_name=True"),
         *("'packed'", "'two documents'", "'query lengths'", "'positions'", "side='left'", "first=70", "softcap="),
-        *("sinks=True", "table=", "bias=", "scale='heads'", "scale=0.0", "float16", "float64", "finite=True"),
+        *(
+            "sinks=True",
+            "table=",
+            "bias=",
+            "scale='heads'",
+            "scale=0.0",
+            "float16",
+            "float64",
+            "finite=True",
+            "small_tiles=True",
+        ),
     ):
         assert word in text, word
 

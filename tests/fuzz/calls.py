@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from polyhead import AttentionOutput, Statistics, attention, profile
 from polyhead.errors import BackendUnsupported, PolyheadError
-from polyhead.ops.profile import BlockMap
+from polyhead.ops.common import tiles
+from polyhead.ops.profile import BlockMap, blockwise
 from tests.fuzz.bounds import Problem, Rounding, Upstream, compare
 from tests.fuzz.cases import INPUTS, Call, Case, ProfileDraw, describe
 from tests.fuzz.formula import Loss, Results, RowOptions, draw_loss, formula_results, gradients, with_leaves
@@ -128,9 +130,12 @@ def _checked_call(case: Case, call: Call, drawn: CallScene, device: str, outcome
 
 @contextmanager
 def _context(case: Case, call: Call, device: str) -> Iterator[None]:
-    """Enter the autograd mode, autocast and the CUDA stream of a call."""
+    """Enter the autograd mode, autocast, the CUDA stream and the tile sizes of a call."""
     kind = torch.device(device).type
     with ExitStack() as stack:
+        if case.small_tiles:
+            stack.enter_context(patch.multiple(tiles, TILE_COLUMNS=13, TILE_ELEMENTS=1))
+            stack.enter_context(patch.multiple(blockwise, _TILE_COLUMNS=8, _TILE_ELEMENTS=1))
         if case.stream and kind == "cuda":
             side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             side.wait_stream(current)

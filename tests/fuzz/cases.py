@@ -188,6 +188,7 @@ class Case:
     stream: bool = False  # on a CUDA stream that is not the default one
     keep: bool = False  # tensors of earlier calls stay allocated, so that addresses differ
     profile: ProfileDraw | None = None
+    small_tiles: bool = False  # tiles of plain PyTorch so small that these sizes have several
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -238,6 +239,7 @@ def draw_case(name: CaseId) -> Case:
         fields_of_case["by_name"] = True
     else:
         fields_of_case |= {"window": r.choice([0, 3, 8, 100]), "sink_keys": r.choice([1, 2, 5])}
+    fields_of_case["small_tiles"] = name.sizes == "small" and r.random() < 0.4
     return Case(family, sizes, **fields_of_case)
 
 

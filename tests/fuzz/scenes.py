@@ -34,6 +34,12 @@ class VectorisedMask(Who):
     def of(cls, who: Who, device: str = "cpu") -> VectorisedMask:
         return cls(**{x.name: getattr(who, x.name) for x in fields(Who)}, device=device)
 
+    def mask(self) -> Mask:
+        """Return the mask; a window that ends at the query is given by its size."""
+        if self.left is None or self.right != 0:
+            return super().mask()
+        return Mask.window(self.left + 1, sinks=self.first) & replace(self, left=None, right=None, first=0).mask()
+
     def visible(self, batch: int, heads: int, queries: int, keys: int) -> Tensor:
         visible = self._seen(batch, queries, keys)[:, None].expand(batch, heads, queries, keys)
         return visible.clone() if self.dense is None else visible & self.dense
