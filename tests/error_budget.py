@@ -20,13 +20,14 @@ ORDERS = 32  # of the keys, queries and channels of one problem: the orders of s
 class Formula:
     """What the formula gives: [batch, heads, queries, value_dim], [batch, heads, queries] and [..., queries, keys].
 
-    `gradients` is keyed by the names of the inputs.
+    `gradients` is keyed by the names of the inputs. `logits` are those of the softmax, 0 at masked keys.
     """
 
     output: Tensor
     logsumexp: Tensor
     weights: Tensor
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
 
 
 def plain_formula(
@@ -74,7 +75,7 @@ def plain_formula(
     weights = exponentials / total
     kept = weights if keep is None else torch.where(keep, weights / (1 - rate), 0.0)
     logsumexp = torch.where(empty, -torch.inf, largest + torch.log(total)).squeeze(-1)
-    return Formula(_product_of_heads(kept, value), logsumexp, weights)
+    return Formula(_product_of_heads(kept, value), logsumexp, weights, logits=logits)
 
 
 def key_orders(keys: int, orders: int = ORDERS) -> Tensor:
