@@ -43,7 +43,7 @@ def picture(inspection: Inspection) -> Iterator[Text]:
     from rich.text import Text
 
     roles = {(x.site, x.head): x.roles for x in inspection.roles}
-    redundant = {x.head for x in inspection.redundant}
+    redundant = {redundant_head.head for redundant_head in inspection.redundant}  # (site, index) pairs
     stacks: dict[tuple[str, str], list[AttentionSite]] = {}
     for site in dict.fromkeys(inspection.table.sites):
         stacks.setdefault((site.stack, site.kind), []).append(site)

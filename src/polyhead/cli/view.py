@@ -31,9 +31,9 @@ def view(
         str | None,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="Run folder written by `polyhead inspect --save`, to show its model with head roles, or by "
-            "`polyhead.training.RunDirectory`, or tiny-run, to show the steps of training; or a model: folder, .gguf "
-            "file, name on the Hugging Face hub, tiny, minilm or smollm2. [default: minilm]",
+            help="A model: folder, .gguf file, name on the Hugging Face hub, tiny, minilm or smollm2. Or a folder "
+            "written by `polyhead inspect --save`, to show its model with head roles. Or a training run, to show its "
+            "steps: a folder written by `polyhead.training.RunDirectory`, or tiny-run. [default: minilm]",
             show_default=False,
         ),
     ] = None,
@@ -61,8 +61,8 @@ def view(
     """Explore a model's attention, or a training run, in a browser.
 
     Type a text to see all heads at once; zoom from a full attention map down to single tokens, at any text length;
-    ablate heads and see the effect; step through generation. Of a training run: every head's statistics over the
-    steps, and a grid of layers and heads with a slider. Reload the page for the steps of a run that goes on.
+    ablate heads and see the effect; step through generation. For a training run, the page shows every head's statistics
+    over the steps, and a grid of layers and heads with a slider. Reload it for the latest steps of a run in progress.
 
     The page is served on localhost only, under a URL with a secret token, which is printed. Stop with Ctrl-C.
     """
@@ -92,10 +92,11 @@ def view(
 
         serve_run(folder, language=language, port=port, ready=ready)
         return
-    inspected = Path(what) if what is not None and _is_run(Path(what)) else None
+    # Errors of the model's name and of the text are raised here, before a model is loaded.
+    inspected = Path(what) if what is not None and _has_inspection(Path(what)) else None
     if inspected is None:
         find_source(what)
-    initial_text = EXAMPLE if text is None else _content(text)  # errors are reported before a model is loaded
+    initial_text = EXAMPLE if text is None else _read_text(text)
 
     import torch
 
@@ -108,12 +109,12 @@ def view(
 
     device = check_device(device)
     check_installed()
-    run: dict[str, Any] | None = None
+    page: dict[str, Any] | None = None
     name, model_dtype = what, dtype
     if inspected is not None:
-        # Permissions of a run are not inherited: its folder may come from somebody else.
+        # --allow-pickle and --trust-remote-code must be given again: the folder may come from somebody else.
         inspection = load_inspection(inspected)
-        run = page_of(inspection, language=language)
+        page = page_of(inspection, language=language)
         name, model_dtype = inspection.settings.model, dtype or inspection.settings.dtype
     typer.echo("Loading the model ...", err=True)
     loaded = load_model(
@@ -123,13 +124,13 @@ def view(
         allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
     )
-    viewer = Viewer(ViewedModel(loaded, context=context), cache_bytes=cache << 20, run=run, lang=language)
+    viewer = Viewer(ViewedModel(loaded, context=context), cache_bytes=cache << 20, run=page, lang=language)
     if text is not None or viewer.model.knows_words(EXAMPLE):
         typer.echo(f"Reading {'an example' if text is None else text} ...", err=True)
         viewer.put("A", viewer.model.trace("A", initial_text, ()))
     if serve(viewer, port=port, ready=ready):
         sys.stdout.flush()
-        os._exit(0)  # a normal exit would wait for the layer being computed, or crash
+        os._exit(0)  # the model is still running: a normal exit would wait for the layer being computed, or crash
 
 
 def _has_display() -> bool:
@@ -137,17 +138,18 @@ def _has_display() -> bool:
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
 
 
-def _is_run(folder: Path) -> bool:
+def _has_inspection(folder: Path) -> bool:
+    """Return whether a folder contains an inspection, finished or not."""
     from polyhead.inspection.run_files import OBSERVATIONS, REST
 
     return (folder / REST).is_file() or (folder / OBSERVATIONS).is_file()
 
 
-def _content(path: Path) -> str:
+def _read_text(path: Path) -> str:
     from polyhead.report.viewer.request_fields import TEXT_BYTES
 
     try:
-        # The path may be a pipe without end.
+        # No more than the limit is read: the path may be a pipe without end.
         with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
             content = file.read(TEXT_BYTES + 1)
         if len(content) > TEXT_BYTES:

@@ -1,4 +1,4 @@
-"""Check, format and parse quantities: counts, sizes in bytes, times and dtypes. Imports no PyTorch by itself."""
+"""Check, format and parse counts, sizes in bytes, times and dtypes. Importing this module does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def size(number: float) -> str:
 
 
 def decimal_size(number: float) -> str:
-    """Format a number of bytes with a decimal prefix, as the memory of machines is sold.
+    """Format a number of bytes with a decimal prefix, as on the datasheets of machines.
 
     >>> decimal_size(80e9), decimal_size(2**30)
     ('80 GB', '1.07 GB')
@@ -123,7 +123,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def named_dtype(name: object) -> torch.dtype:
-    """Return the dtype with this name.
+    """Return the dtype with this name or alias.
 
     >>> named_dtype("bf16"), named_dtype("torch.float32")
     (torch.bfloat16, torch.float32)
@@ -135,7 +135,7 @@ def named_dtype(name: object) -> torch.dtype:
 
 
 def parse_dtype(name: object) -> str:
-    """Return PyTorch's name of a dtype.
+    """Return PyTorch's name of a dtype, from that name or an alias.
 
     >>> parse_dtype("bf16"), parse_dtype("torch.float32")
     ('bfloat16', 'float32')

@@ -22,23 +22,23 @@ from polyhead.integrations.huggingface.paged_calls import observed_implementatio
 from polyhead.observation.nested_sessions import SharedSetting
 from polyhead.observation.staging import wrapped_calls
 
-_METHOD = "init_continuous_batching"  # which every way to continuous batching calls
+_METHOD = "init_continuous_batching"  # the method that all entry points to continuous batching call
 _OBSERVED: dict[str, SharedSetting] = {}  # by name of an attention implementation
-_COUNTED_ONCE = SharedSetting(counted_once)
+_COUNTED_ONCE = SharedSetting(counted_once)  # marks tokens that are computed again after their request was evicted
 
 
 class Managers:
     """Managers of continuous batching that were created in a session.
 
     Args:
-        on_create: called when a manager was created, whose steps run in a thread of its own.
-        is_supported: whether the session collects nothing but statistics.
+        on_create: called after a manager was created; its steps run in a thread of its own.
+        is_supported: whether the session collects nothing but row statistics, which is all that can be observed.
     """
 
     def __init__(self, on_create: Callable[[], None], *, is_supported: bool) -> None:
         self.on_create, self.is_supported = on_create, is_supported
         self.managers: list[Any] = []
-        self.names: set[str] = set()  # attention implementations that are observed
+        self.implementations: set[str] = set()  # names of the attention implementations that are observed
         self._undo = ExitStack()
         self._modules: Sequence[nn.Module] = ()
         self._switch: Callable[[bool], None] = lambda observed: None
@@ -58,7 +58,7 @@ class Managers:
         with ExitStack() as self._undo:
             creators = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
             self._undo.enter_context(wrapped_calls(creators, self._run_creator, (_METHOD,)))
-            self._undo.callback(self.names.clear)
+            self._undo.callback(self.implementations.clear)
             yield
 
     def _run_creator(
@@ -93,7 +93,7 @@ class Managers:
             implementation: attention implementation of the calling module.
         """
         caches = [getattr(manager.batch_processor, "cache", None) for manager in self.managers]
-        if implementation not in self.names or not any(cache is known for known in caches):
+        if implementation not in self.implementations or not any(cache is known for known in caches):
             raise OptionError(
                 "continuous batching is observed by the session in which it was initialized, got a cache from "
                 f"elsewhere and attention by {implementation!r}; enter the session first"
@@ -130,20 +130,20 @@ class Managers:
         try:
             manager = initialize(generation_config, options, workload_hints)
         except BaseException:
-            if not len(self.managers):
+            if not len(self.managers):  # else earlier managers need the model's own implementation
                 self._switch(True)
             raise
         self.on_create()
-        if not len(self.names):
+        if not len(self.implementations):
             self._undo.enter_context(_COUNTED_ONCE.held())
         if manager not in self.managers:
             self.managers.append(manager)
         configs = [getattr(module, "config", None) for module in self._modules]
         names = {str(config._attn_implementation) for config in configs if config is not None}
-        for name in names - self.names:
+        for name in names - self.implementations:
             setting = _OBSERVED.setdefault(name, SharedSetting(partial(observed_implementation, name)))
             self._undo.enter_context(setting.held())
-            self.names.add(name)
+            self.implementations.add(name)
         return manager
 
 
@@ -170,10 +170,10 @@ def _without_graphs(model: Any, generation: Any, options: Any) -> Any:
         "default_compile_level": options.default_compile_level > 0,
         "max_blocks_per_request": bool(options.max_blocks_per_request),
     }
-    if named := [name for name, is_requested in requested.items() if is_requested]:
+    if unsupported := [name for name, is_requested in requested.items() if is_requested]:
         raise OptionError(
             "continuous batching is observed without CUDA graphs, compiled code and block tables, in which attention "
-            f"does not pass through Python, got {', '.join(named)}; leave them out in a session"
+            f"does not pass through Python, got {', '.join(unsupported)}; leave them out in a session"
         )
     options.use_cuda_graph, options.max_blocks_per_request = False, 0
     return options

@@ -29,7 +29,7 @@ class HeadProfile:
     head that an edit added.
 
     `table["entropy"]` is the mean over tokens, `table["entropy_std"]` the standard deviation, `table["entropy_max"]`
-    the maximum; each is a float64 tensor with one entry per head. NaN where a statistic is undefined, such as
+    the maximum; each is a float64 tensor with one entry per head, NaN where a statistic is undefined, such as
     mean_distance in a cross-attention. `print(table)` prints it, a notebook shows cards; `to_arrow`, `to_pandas`,
     `to_polars` and `to_xarray` export it.
 
@@ -72,7 +72,7 @@ class HeadProfile:
         return self.to_text() + (f"\n{self.note}" if self.note else "")
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the table as text; columns beyond `width` characters follow in further tables of all heads.
+        """Return the table as text; columns that do not fit in `width` characters are in further tables below.
 
         Args:
             width: width of a line; None for unlimited.
@@ -175,22 +175,22 @@ class HeadProfile:
         return [((x - low) / width if width > 0 else 0.5) if math.isfinite(x) else None for x in column.tolist()]
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and each row as text: `mean ±std`, plus the maximum for logit statistics."""
+        """Return the header and each row as text: `mean ±std` or `±error`, plus the maximum for logit statistics."""
         header, displayed = ["head", "tokens"], []
         for name in self.names:
             header.append(name)
-            std = f"{name}_std" if f"{name}_std" in self.columns else f"{name}_error"
-            displayed.append((name, std if std in self.columns else ""))
+            error = f"{name}_std" if f"{name}_std" in self.columns else f"{name}_error"
+            displayed.append((name, error if error in self.columns else ""))
             if name in ("max_logit", "max_abs_logit"):
                 header.append(f"{name}_max")
                 displayed.append((f"{name}_max", ""))
         body = []
         for site, row in zip(self.sites, self.rows(), strict=True):
             cells = [site.name_with_origin(row["head"]), f"{row['tokens']:,.0f}"]
-            for name, std in displayed:
+            for name, error in displayed:
                 number = row[name]
                 text = "-" if math.isnan(number) else f"{number:.3g}"
-                cells.append(f"{text} ±{row[std]:.2g}" if std and text != "-" else text)
+                cells.append(f"{text} ±{row[error]:.2g}" if error and text != "-" else text)
             body.append(cells)
         return header, body
 

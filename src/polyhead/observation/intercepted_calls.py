@@ -31,7 +31,7 @@ from polyhead.observation.attention_calls import (
     read_multi_head,
     read_scaled_dot_product,
 )
-from polyhead.observation.cache_positions import SequenceStart, located
+from polyhead.observation.cache_positions import SequenceStart, locate_tokens
 from polyhead.observation.followed_tensors import (
     CARRYING,
     FOLLOWED,
@@ -205,7 +205,7 @@ class Interceptor:
         try:
             with hidden_operators():
                 read = read_product(running, product, index, weights, followed)
-            call = self._located(read.call, site)
+            call = self._locate_tokens(read.call, site)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             running.has_unknown_softmax |= softmax.scores is not None
@@ -230,10 +230,10 @@ class Interceptor:
         self.called[site] = None
         return site
 
-    def _located(self, call: AttentionCall, site: str) -> AttentionCall:
+    def _locate_tokens(self, call: AttentionCall, site: str) -> AttentionCall:
         """Return a call with the positions of its tokens; raise if its site had other heads before."""
         with hidden_operators():
-            call = located(call, self._starts, site)
+            call = locate_tokens(call, self._starts, site)
         known = self.session.heads_at(site, cross=call.cross)
         _check_heads(known, call.query.shape[1])
         return call
@@ -301,7 +301,7 @@ class Interceptor:
             result = original(*args, **kwargs)  # also checks its arguments
         site = self._next_site(running)
         try:
-            call = self._located(function.read(running, *args, **kwargs), site)
+            call = self._locate_tokens(function.read(running, *args, **kwargs), site)
         except NotUnderstood as reason:
             self.skipped[SkippedCall(site, str(reason))] = None
             return result if function.serve is None else function.run(original, args, kwargs)

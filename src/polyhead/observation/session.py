@@ -28,9 +28,9 @@ from polyhead.observation import (
 from polyhead.observation.cache_positions import (
     CACHES,
     SequenceStart,
-    is_dense,
+    has_only_dense_terms,
     locate_sinks,
-    located_in_cache,
+    locate_tokens_in_cache,
     sequence_start,
 )
 from polyhead.observation.calling_modules import calling_modules
@@ -384,12 +384,12 @@ class Session:
         if context.first_key is not None and not cross and not is_chunked:
             is_cached, dropped, first_query = query.shape[2] < key.shape[2], context.first_key, context.first_query
             starts = self._starts.setdefault(module, deque(maxlen=CACHES))
-            if mask is not None and is_dense(mask):
+            if mask is not None and has_only_dense_terms(mask):
                 if not is_cached:
                     starts.append(sequence_start(mask, key))
                 elif call is not None:
                     offset = first_query - dropped
-                    located = located_in_cache(mask, query, key, starts, offset=offset, dropped=dropped)
+                    located = locate_tokens_in_cache(mask, query, key, starts, offset=offset, dropped=dropped)
                     call.mask, call.tokens = located
                     latest = {root: located[1] for root, x in self._latest_tokens.items() if x is tokens}
                     self._latest_tokens.update(latest)

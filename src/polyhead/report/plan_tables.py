@@ -23,15 +23,15 @@ _FLOPS = ("projection", "scores", "values", "mixing", "output")
 _STAGES = ("projection", "positions", "cache", "attention", "mixing", "output", "launch")
 _SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 _MEMORY = ("parameters", "gradients", "cache", "activations")
-Cell = str | tuple[str, str]  # a text, also with a smaller text below it
+Cell = str | tuple[str, str]  # a text, or a text and a smaller one below it
 
 
 class Row(NamedTuple):
-    """A row of a table: its name, its cells, and its class."""
+    """A row of a table."""
 
     name: Cell
     cells: Sequence[Cell]
-    kind: str = ""
+    kind: str = ""  # CSS class: "total", "planned", "sub" (part of the row above) or none
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Row], *, stacked: bool = False) -> str:
@@ -46,9 +46,9 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Row], *, stacked:
         sub = ' class="sub"' if kind == "sub" else ""
         row = f' class="{kind}"' if kind in ("total", "planned") else ""
         body.append(f'<tr{row}><th scope="row"{sub}>{_cell(name)}</th>{columns_of_row}</tr>')
-    kind = ' class="stacked"' if stacked else ""
+    table_class = ' class="stacked"' if stacked else ""
     return (
-        f'<div class="table-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{kind}>'
+        f'<div class="table-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{table_class}>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
@@ -107,7 +107,7 @@ def speed_table(plan: Plan, comparison: Comparison, language: Language) -> str:
 
 
 def _time_cell(timed: Timing | Choice, language: Language) -> tuple[str, str]:
-    """Return the device time, and below it the eager time, with launch overhead."""
+    """Return the device time, and below it the eager time (with launch overhead) if it differs."""
     if timed.seconds is None or timed.device_seconds is None:
         return "–", ""
     device, eager = seconds(timed.device_seconds), seconds(timed.seconds)

@@ -1,8 +1,8 @@
-"""Inspections on a Ray cluster: actors read shards of the text, which are merged by a tree of tasks.
+"""Inspections on a Ray cluster: actors read shards of the text, and a tree of tasks merges their observations.
 
-Plain actors, not Ray Data: its blocks would be batches of other contexts, with other padding and other rounding, and
-collectors are configured by the token counts of the whole text. Here the batches are those of one process, and each
-counts once: the driver takes a shard as a whole, and one whose worker is killed is read again by another.
+The actors use the batches of a single process, so that the result is the same. Ray Data would form other batches, with
+other padding and other rounding, and collectors need the token counts of the whole text. Every batch counts once: the
+driver only accepts complete shards, and if a worker is killed, another reads its shard again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polyhead.sources.text_contexts import Text
 from polyhead.workflows.inspecting import load_settings_model, locked
 from polyhead.workflows.sharded_inspecting import check_whole, is_merged
 
-SHARDS_PER_WORKER = 4  # so that little is read again, and a slow worker has fewer
+SHARDS_PER_WORKER = 4  # several: little is read again after a failure, and a slow worker gets fewer shards
 
 
 class ShardReader(RayActor):
@@ -74,15 +74,15 @@ class ShardReader(RayActor):
         self.latest = now
 
     def read(self, shard: Shard, saved: bytes | None) -> TextRead:
-        """Return a shard, or the rest of one of which observations are saved."""
-        with tempfile.TemporaryDirectory(prefix="polyhead-shard.") as place:
-            folder = None if saved is None else Path(place)
+        """Return the observations of a shard; `saved` is the file of an earlier run of it, which is continued."""
+        with tempfile.TemporaryDirectory(prefix="polyhead-shard.") as scratch:
+            folder = None if saved is None else Path(scratch)
             if folder is not None and saved is not None:
                 (folder / OBSERVATIONS).write_bytes(saved)
             text_pass = self.run.text_pass
             read = text_pass.run(shard, folder=folder, resume=True, report=self._report, save_seconds=math.inf)
         if not read.complete:
-            raise CommunicationError(f"a shard is read as a whole, got an interrupt of {shard}")
+            raise CommunicationError(f"a shard must be read to its end, got an interrupt in {shard}")
         return replace(read, observations=on_cpu(read.observations, text_pass.collectors))
 
     def finish(self, read: TextRead) -> Inspection:
@@ -102,20 +102,20 @@ def inspect_with_ray(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> Inspection:
-    """Inspect on a Ray cluster, with a result equal to that of one process: counts exactly, values but for rounding.
+    """Inspect on a Ray cluster; counts equal those of one process exactly, other values up to rounding.
 
-    Every worker loads the model and reads the text, whose paths must exist on every node. In `folder`, on the machine
-    of the driver, each finished shard is saved, from which a run with any number of workers is resumed.
+    Every worker loads the model and reads the text, whose paths must exist on every node. Each finished shard is saved
+    in `folder`, on the machine of the driver; a run can be resumed from there with any number of workers.
 
     Args:
         settings: settings of the inspection; with the device "cuda" each worker has a GPU of its own.
-        cluster: the cluster, of `join_cluster`.
+        cluster: the cluster, as `join_cluster` yields it.
         workers: number of workers; default: the GPUs of the cluster, or its CPUs.
         text: documents in memory; default: the settings' text.
         folder: folder of the run.
         resume: continue from the data in `folder`.
         progress: called with the progress of each step.
-        seconds: maximum time in which a worker finishes no batch.
+        seconds: maximum time between two finished batches of a worker.
         allow_pickle: read weights from pickles, which can run code.
         trust_remote_code: run code that comes with the model.
 
@@ -125,52 +125,55 @@ def inspect_with_ray(
     if settings.device not in ("cpu", "cuda"):
         raise OptionError(f"Ray chooses the device of a worker, got {settings.device}; pass cuda or cpu")
     gpus = int(settings.device == "cuda")
-    count = workers if workers is not None else (cluster.gpus if gpus else cluster.cpus)
-    if count < 1:
+    num_workers = workers if workers is not None else (cluster.gpus if gpus else cluster.cpus)
+    if num_workers < 1:
         raise OptionError(
             f"a worker needs {'a GPU' if gpus else 'a CPU'}, got a cluster without; if it starts nodes on demand, pass "
             "the number of workers"
         )
     ray = import_module("ray")
     with ExitStack() as stack:
-        merged, shards = False, SHARDS_PER_WORKER * count
+        merged, num_shards = False, SHARDS_PER_WORKER * num_workers
         if folder is not None:
             check_pyarrow(folder / TABLE)
             stack.enter_context(locked(folder))
             merged = is_merged(folder, resume)
-            shards = worker_count(folder) or shards
+            num_shards = worker_count(folder) or num_shards
         permissions = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
         arguments = (settings, text, os.getcwd(), torch.are_deterministic_algorithms_enabled(), permissions)
-        pool = stack.enter_context(RayWorkers(ShardReader, arguments, count, gpus, seconds))
-        own = {f"shard {x}": x for x in ([WHOLE] if merged else map(Shard, range(shards), [shards] * shards))}
-        saved = folder if resume else None
+        pool = stack.enter_context(RayWorkers(ShardReader, arguments, num_workers, gpus, seconds))
+        shards = [WHOLE] if merged else [Shard(i, num_shards) for i in range(num_shards)]
+        shards_by_name = {f"shard {shard}": shard for shard in shards}
+        resumed = folder if resume else None
         report = _TextProgress(pool, progress)
         reads: dict[str, Any] = {}
-        for name, read in pool.run("read", [(n, _task(x, saved)) for n, x in own.items()], report=report):
+        tasks = [(name, _read_arguments(shard, resumed)) for name, shard in shards_by_name.items()]
+        for name, read in pool.run("read", tasks, report=report):
             assert pool.facts is not None
             if not report.done:
                 mine, theirs = versions(), {name: pool.facts[name] for name in versions()}
                 check_same(mine, theirs, "the driver", "the workers", "process")
             report.done += read.tokens
             if folder is not None and not merged:
-                write_read(_file(folder, own[name]), read, settings, _origin(pool), own[name])
+                shard = shards_by_name[name]
+                write_read(_observations_file(folder, shard), read, settings, _origin(pool), shard)
             # A copy that this process owns: that of the worker would be lost with its node.
             reads[name] = ray.put(read)
             del read
-        root = _merged_as_tree([reads[name] for name in own], seconds)
+        root = _merge_as_tree([reads[name] for name in shards_by_name], seconds)
         assert pool.facts is not None
         check_whole(whole := ray.get(root), pool.facts["tokens"])
         if folder is not None:
             write_read(folder / OBSERVATIONS, whole, settings, _origin(pool), WHOLE)
             _remove_shards(folder)
-        ((_, found),) = pool.run("finish", [("the result", lambda: (root,))], report=report.steps, limited=False)
+        ((_, inspection),) = pool.run("finish", [("the result", lambda: (root,))], report=report.steps, limited=False)
         if folder is not None:
-            save_inspection(folder, found)
-        return found
+            save_inspection(folder, inspection)
+        return inspection
 
 
 class _TextProgress:
-    """Progress of the pass over the text by all workers, and of the steps of one."""
+    """Progress of all workers together in the pass over the text, and of the worker that runs the steps after it."""
 
     def __init__(self, pool: RayWorkers, show: ProgressCallback) -> None:
         self.pool, self.show, self.done = pool, show, 0
@@ -188,15 +191,17 @@ class _TextProgress:
                 self.show(now)
 
 
-def _task(shard: Shard, folder: Path | None) -> Callable[[], tuple[Any, ...]]:
+def _read_arguments(shard: Shard, folder: Path | None) -> Callable[[], tuple[Any, ...]]:
+    """Return a function that reads the arguments of `ShardReader.read`; `folder` is that of a run to be resumed."""
+
     def arguments() -> tuple[Shard, bytes | None]:
-        path = None if folder is None else _file(folder, shard)
+        path = None if folder is None else _observations_file(folder, shard)
         return shard, path.read_bytes() if path is not None and path.exists() else None
 
     return arguments
 
 
-def _file(folder: Path, shard: Shard) -> Path:
+def _observations_file(folder: Path, shard: Shard) -> Path:
     return (folder if shard == WHOLE else shard_folder(folder, shard.index, shard.count)) / OBSERVATIONS
 
 
@@ -205,8 +210,8 @@ def _origin(pool: RayWorkers) -> dict[str, str]:
     return {name: pool.facts[name] for name in ("model", "text")}
 
 
-def _merged_as_tree(reads: list[Any], seconds: float) -> Any:
-    """Return the reference to the merged shards: neighbours are merged, then neighbours of these; always in one order.
+def _merge_as_tree(reads: list[Any], seconds: float) -> Any:
+    """Merge shards pairwise, always in the same order; returns the reference to the result.
 
     The tasks need no CPU slot, since the workers occupy those of the cluster; Ray repeats one that is killed.
     """
@@ -224,7 +229,7 @@ def _merged_as_tree(reads: list[Any], seconds: float) -> Any:
 def _remove_shards(folder: Path) -> None:
     for path in folder.glob(f"{SHARDS}/*/{OBSERVATIONS}"):
         path.unlink()
-        with suppress(OSError):  # files of others are left
+        with suppress(OSError):  # it contains other files, which remain
             path.parent.rmdir()
     with suppress(OSError):
         (folder / SHARDS).rmdir()

@@ -23,23 +23,23 @@ class GroupedHeads(PlainHeads[GroupedHeadsConfig]):
         super().__init__(config)
         assert config.hidden_dim is not None
         self.hidden = config.hidden_dim
-        self.mixing_weights = self.outputs**2 // config.num_groups  # of all groups together
+        self.mixing_weights = self.concat_channels**2 // config.num_groups  # of all groups together
 
     @property
     def extra_parameters(self) -> int:
         # The output projection reads `hidden` channels instead of the `outputs` that `projections` counts.
-        projections = self.outputs * self.hidden + (self.hidden - self.outputs) * self.layout.embed_dim
+        projections = self.concat_channels * self.hidden + (self.hidden - self.concat_channels) * self.layout.embed_dim
         bias = self.hidden if self.config.output_bias else 0
         return super().extra_parameters + self.mixing_weights + projections + bias
 
     def combine(self, call: Recorder, heads: Block) -> Block:
-        tape, groups, size = call.tape, self.config.num_groups, call.size(call.tokens * self.outputs)
+        tape, groups, size = call.tape, self.config.num_groups, call.size(call.tokens * self.concat_channels)
         heads = call.flattened(heads, size)
-        call.product("mixing", call.tokens, self.outputs // groups, self.outputs // groups, groups)
+        call.product("mixing", call.tokens, self.concat_channels // groups, self.concat_channels // groups, groups)
         weights = call.size(self.mixing_weights)
         mixed = tape.step(heads, output_size=size, saves=(heads,), backward_workspace=weights)
         contiguous = tape.step(mixed, output_size=size, passes_gradient=True)  # groups of a token made contiguous
-        up = call.linear("output", contiguous, self.hidden, self.outputs)
+        up = call.linear("output", contiguous, self.hidden, self.concat_channels)
         tape.release(contiguous)
         call.passes("output", call.tokens * self.hidden)
         if self.config.activation == "gelu":
@@ -62,18 +62,18 @@ class HeadMix(PlainHeads[HeadMixConfig]):
         mixing = rows * self.layout.num_heads * (1 if config.mix == "heads" else dim**2)
         attention = 3 * dim * (dim + (1 if config.bias else 0)) if config.row_attention == "projected" else 0
         # The output projection reads all rows instead of the `outputs` that `projections` counts.
-        output = (rows * dim - self.outputs) * self.layout.embed_dim
+        output = (rows * dim - self.concat_channels) * self.layout.embed_dim
         return super().extra_parameters + mixing + attention + output
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         config, tape, rows, dim = self.config, call.tape, self.rows, self.dim
-        size, joined = call.size(call.tokens * rows * dim), call.size(call.tokens * self.outputs)
+        size, joined = call.size(call.tokens * rows * dim), call.size(call.tokens * self.concat_channels)
         if config.mix == "heads":
             call.product("mixing", rows, dim, self.layout.num_heads, call.tokens)
             by_head = tape.step(heads, output_size=joined, passes_gradient=True)
             mixed = tape.step(by_head, output_size=size, saves=(by_head,), frees=(by_head,), is_strided=True)
         else:
-            mixed = call.linear("mixing", call.flattened(heads, joined), rows * dim, self.outputs)
+            mixed = call.linear("mixing", call.flattened(heads, joined), rows * dim, self.concat_channels)
         attended = mixed if config.row_attention is None else self._attend_rows(call, mixed)
         flat = call.flattened(attended, size)
         tape.release(*(block for block in (mixed, attended) if block is not flat))
@@ -135,7 +135,7 @@ class DifferentialHeads(PlainHeads[DifferentialConfig]):
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record the two attention calls, their difference and its norm."""
         tape, maps = call.tape, replace(self.heads, head_dim=self.layout.head_dim // 2)
-        elements = call.tokens * self.outputs
+        elements = call.tokens * self.concat_channels
         call.core(replace(maps, queries=2 * maps.queries, keys=2 * maps.keys), sinks=self.config.sinks)
         # The difference reads both outputs and writes one; the norm and the scaling by 1 - lambda_init read and write.
         call.passes("attention", elements, transfers=7, launches=3)
@@ -166,16 +166,16 @@ class CollaborativeHeads(PlainHeads[CollaborativeConfig]):
     def __init__(self, config: CollaborativeConfig) -> None:
         super().__init__(config)
         assert config.shared_dim is not None
-        self.queries = self.keys = config.shared_dim
+        self.query_channels = self.key_channels = config.shared_dim
         self.cache_scales = 2  # the cache stores keys and values as one head each
 
     @property
     def extra_parameters(self) -> int:
-        return super().extra_parameters + self.layout.num_heads * self.keys  # the mixing vectors
+        return super().extra_parameters + self.layout.num_heads * self.key_channels  # the mixing vectors
 
     def attend(self, call: Recorder, query: Block, key: Block, value: Block) -> Block:
         """Record attention of every head, its queries scaled by its mixing vector, to the shared keys."""
-        layout, shared, tape, work = self.layout, self.keys, call.tape, call.work
+        layout, shared, tape, work = self.layout, self.key_channels, call.tape, call.work
         heads, dim = layout.num_heads, layout.value_dim
         elements = call.tokens * heads * shared
         call.passes("attention", elements)  # queries times each head's mixing vector

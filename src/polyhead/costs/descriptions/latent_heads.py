@@ -17,20 +17,21 @@ class LatentHeads(LayerDescription[LatentConfig]):
     def __init__(self, config: LatentConfig) -> None:
         super().__init__(config)
         layout = self.layout = config.layout
-        self.queries, self.outputs = layout.num_heads * layout.head_dim, layout.num_heads * layout.value_head_dim
+        self.query_channels = layout.num_heads * layout.head_dim
+        self.concat_channels = layout.num_heads * layout.value_head_dim  # input width of the output projection
 
     @property
     def projections(self) -> tuple[int, int, int, int]:
         """Weights of the projections; that of keys includes the down-projection and both up-projections."""
         layout, width, rank = self.layout, self.layout.embed_dim, self.layout.q_lora_rank
-        query = rank * (width + self.queries) if rank else width * self.queries
+        query = rank * (width + self.query_channels) if rank else width * self.query_channels
         up = layout.kv_lora_rank * layout.num_heads * (layout.qk_nope_head_dim + layout.value_head_dim)
-        return query, width * layout.cache_width + up, 0, self.outputs * width
+        return query, width * layout.cache_width + up, 0, self.concat_channels * width
 
     @property
     def other_parameters(self) -> int:
         config, layout = self.config, self.layout
-        biases = (layout.q_lora_rank or self.queries) + layout.cache_width if config.bias else 0
+        biases = (layout.q_lora_rank or self.query_channels) + layout.cache_width if config.bias else 0
         biases += layout.embed_dim if config.output_bias else 0
         positions = 0 if config.positions is None else config.positions.num_parameters(config.position_layout)
         sinks = layout.num_heads if config.sinks else 0
@@ -54,19 +55,19 @@ class LatentHeads(LayerDescription[LatentConfig]):
         absorbed = cheaper if self.config.form == "auto" else self.config.form == "absorbed"
         call.kernel_choices.append(absorbed)
         outputs = (self._absorbed if absorbed else self._expanded)(call, q_nope, q_rope, latents)
-        flat = call.flattened(outputs, call.size(tokens * self.outputs))
-        return call.linear("output", flat, layout.embed_dim, self.outputs)
+        flat = call.flattened(outputs, call.size(tokens * self.concat_channels))
+        return call.linear("output", flat, layout.embed_dim, self.concat_channels)
 
     def _queries(self, call: Recorder) -> Block:
         """Record the queries of all heads, projected from a query latent or from the input."""
         width, rank = self.layout.embed_dim, self.layout.q_lora_rank
         if not rank:
-            return call.linear("projection", call.x, self.queries, width)
+            return call.linear("projection", call.x, self.query_channels, width)
         latent = call.linear("projection", call.x, rank, width)
         call.passes("positions", call.tokens * rank)
         normed = call.normed(latent, call.tokens * rank, rank)
         call.tape.release(latent)
-        queries = call.linear("projection", normed, self.queries, rank)
+        queries = call.linear("projection", normed, self.query_channels, rank)
         call.tape.release(normed)
         return queries
 

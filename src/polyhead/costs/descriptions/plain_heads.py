@@ -1,4 +1,4 @@
-"""Description of multi-head attention, from which those of its variants derive."""
+"""Cost description of multi-head attention, and the base class of those of most variants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyhead.layers.multi_head.config import HeadsConfig
 from polyhead.layers.positions.config import RotaryConfig
 from polyhead.layers.variants.routed.config import RoutedConfig
 
-NORM_WEIGHTS = {None: 0, "rms": 2, "layer": 4}  # vectors of the norms of queries and keys
+NORM_WEIGHTS = {None: 0, "rms": 2, "layer": 4}  # weight vectors [head_dim] of the query and key norms together
 AnyConfig = TypeVar("AnyConfig", bound=HeadsConfig | RoutedConfig)
 AnyHeads = TypeVar("AnyHeads", bound=HeadsConfig)
 
@@ -26,21 +26,24 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
     def __init__(self, config: AnyConfig, num_query_heads: int) -> None:
         super().__init__(config)
         layout = self.layout = config.layout
-        # Channels of all heads together.
-        self.queries, self.keys = num_query_heads * layout.head_dim, layout.num_kv_heads * layout.head_dim
-        self.values, self.outputs = layout.num_kv_heads * layout.value_dim, num_query_heads * layout.value_dim
+        # Channels of all heads together; `concat_channels` is the input width of the output projection.
+        self.query_channels = num_query_heads * layout.head_dim
+        self.key_channels = layout.num_kv_heads * layout.head_dim
+        self.value_channels = layout.num_kv_heads * layout.value_dim
+        self.concat_channels = num_query_heads * layout.value_dim
         self.cache_scales = 2 * layout.num_kv_heads
 
     @property
     def projections(self) -> tuple[int, int, int, int]:
         layout, width = self.layout, self.layout.embed_dim
-        inputs = width * self.queries, layout.key_input_dim * self.keys, layout.value_input_dim * self.values
-        return *inputs, self.outputs * width
+        key = layout.key_input_dim * self.key_channels
+        value = layout.value_input_dim * self.value_channels
+        return width * self.query_channels, key, value, self.concat_channels * width
 
     @property
     def other_parameters(self) -> int:
         config, layout = self.config, self.layout
-        biases = self.queries + self.keys + self.values if config.bias else 0
+        biases = self.query_channels + self.key_channels + self.value_channels if config.bias else 0
         biases += layout.embed_dim if config.output_bias else 0
         norms = NORM_WEIGHTS[config.qk_norm] * layout.head_dim
         positions = 0 if config.positions is None else config.positions.num_parameters(config.position_layout)
@@ -49,22 +52,25 @@ class ProjectedHeads(LayerDescription[AnyConfig]):
     @property
     @abstractmethod
     def extra_parameters(self) -> int:
-        """Parameters of the variant."""
+        """Number of parameters besides projections, biases, norms, positions and sinks."""
 
     @property
     def cache_elements(self) -> int:
-        return self.keys + self.values
+        return self.key_channels + self.value_channels
 
     def remembered(self, call: Recorder) -> tuple[Block, Block]:
         """Return the keys and values of a source that an earlier call projected."""
         rows = call.work.batch * call.work.keys
-        key, value = (call.tape.external(call.size(rows * width)) for width in (self.keys, self.values))
+        key, value = (call.tape.external(call.size(rows * width)) for width in (self.key_channels, self.value_channels))
         return key, value
 
-    def normed_and_rotated(self, call: Recorder, query: Block, key: Block, queries: int) -> tuple[Block, Block]:
-        """Record the norms and rotary positions of new keys, and of `queries` channels per token, and cache writes."""
+    def normed_and_rotated(self, call: Recorder, query: Block, key: Block, query_channels: int) -> tuple[Block, Block]:
+        """Record norms and rotary positions of queries and new keys, and cache writes; returns both blocks.
+
+        `query_channels` are those of the queries per token: of the selected heads alone in routed heads.
+        """
         config, dim, kind = self.config, self.layout.head_dim, self.config.qk_norm
-        query_numbers, key_numbers = call.tokens * queries, call.new_keys * self.keys
+        query_numbers, key_numbers = call.tokens * query_channels, call.new_keys * self.key_channels
         remembered = call.work.remembered
         if kind is not None:
             call.passes("positions", query_numbers + key_numbers, launches=1 if remembered else 2)
@@ -95,11 +101,11 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
         super().__init__(config, config.num_heads)
         layout = self.layout
         self.heads = Heads(layout.num_heads, layout.num_kv_heads, layout.head_dim, layout.value_dim)
-        self.gates = {None: 0, "head": layout.num_heads, "channel": self.outputs}[config.output_gate]
+        self.gate_channels = {None: 0, "head": layout.num_heads, "channel": self.concat_channels}[config.output_gate]
 
     @property
     def extra_parameters(self) -> int:
-        return self.gates * (self.layout.embed_dim + 1)
+        return self.gate_channels * (self.layout.embed_dim + 1)  # weight and bias of the gate projection
 
     def record(self, call: Recorder) -> Block:
         heads = self.attend(call, *self._projected(call))
@@ -112,14 +118,14 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
 
     def combine(self, call: Recorder, heads: Block) -> Block:
         """Record the output projection of the heads."""
-        flat = call.flattened(heads, call.size(call.tokens * self.outputs))
-        return call.linear("output", flat, self.layout.embed_dim, self.outputs)
+        flat = call.flattened(heads, call.size(call.tokens * self.concat_channels))
+        return call.linear("output", flat, self.layout.embed_dim, self.concat_channels)
 
     def _projected(self, call: Recorder) -> tuple[Block, Block, Block]:
         """Record queries, keys and values, with their norms and positions, and the writes to the cache."""
         layout, tape, new, work = self.layout, call.tape, call.new_keys, call.work
         width, key_width, value_width = layout.embed_dim, layout.key_input_dim, layout.value_input_dim
-        queries, keys, values = self.queries, self.keys, self.values
+        queries, keys, values = self.query_channels, self.key_channels, self.value_channels
         sizes = [call.size(call.tokens * queries), call.size(new * keys), call.size(new * values)]
         if work.source is None:
             if (key_width, value_width) != (width, width):
@@ -151,7 +157,7 @@ class PlainHeads(ProjectedHeads[AnyHeads]):
 
     def _gated(self, call: Recorder, heads: Block) -> Block:
         """Record the output gates and the heads multiplied by them."""
-        tape, gates, outputs = call.tape, self.gates, call.tokens * self.outputs
+        tape, gates, outputs = call.tape, self.gate_channels, call.tokens * self.concat_channels
         logits = call.linear("projection", call.x, gates, self.layout.embed_dim)
         call.passes("output", outputs, transfers=3, launches=2)
         gate = tape.step(logits, output_size=call.size(call.tokens * gates), save_output=True, frees=(logits,))

@@ -25,7 +25,7 @@ class RoutedHeads(ProjectedHeads[RoutedConfig]):
         config, layout, tape, tokens, new = self.config, self.layout, call.tape, call.tokens, call.new_keys
         width, kv_heads, slots = layout.embed_dim, layout.num_kv_heads, config.max_heads
         rows = tokens * slots  # (token, selected head) pairs
-        per_head, keys, values = self.per_head, self.keys, self.values
+        per_head, keys, values = self.per_head, self.key_channels, self.value_channels
         inside, outside = per_head * layout.head_dim, per_head * layout.value_dim  # channels of one selected head
         factors = self._gate(call, rows)
         order = tape.step(output_size=INDEX * rows)

@@ -1,4 +1,4 @@
-"""Layers in which every head has matrices of its own, which can be read, written and built from."""
+"""Base class of layers whose heads can be read, written and built as separate matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyhead.layers.multi_head.projected import ProjectedHeads
 
 
 class SeparateHeads(ProjectedHeads):
-    """Base class of layers in which every head has its own query and output, and key and value matrices."""
+    """Base class of layers whose heads have matrices W_Q, W_K, W_V and W_O; a group may share W_K and W_V."""
 
     @property
     def heads(self) -> Heads:

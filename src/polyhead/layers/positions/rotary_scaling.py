@@ -44,7 +44,7 @@ class RotaryScaling(ABC):
         """Return radians per token of every channel pair, [rotary_dim / 2]; `length` is the current length.
 
         Args:
-            base: base of the wavelengths.
+            base: base of the frequencies (`rope_theta`).
             rotary_dim: channels that are rotated.
             device: device of the result.
             length: current length; None if it is not known.
@@ -67,7 +67,7 @@ class RotaryScaling(ABC):
         """Raise if the scaling is not defined for this base and width.
 
         Args:
-            base: base of the wavelengths.
+            base: base of the frequencies (`rope_theta`).
             rotary_dim: channels that are rotated.
         """
         if rotary_dim < self.min_rotary_dim:
@@ -136,16 +136,15 @@ class YarnScaling(RotaryScaling):
     A pair with more than `beta_fast` rotations in `original_length` tokens is unchanged; the frequency of one with
     fewer than `beta_slow` is divided by `factor`. Rotated vectors are multiplied by `attention_factor`, by default
     0.1 ln(factor) + 1, or with both `mscale` and `mscale_all_dim`, as in DeepSeek's models,
-    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of the ramp outwards
-    to whole pairs.
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
 
     Args:
         original_length: context length of the training.
-        beta_fast: rotations over the original context from which on a channel pair is not scaled.
-        beta_slow: rotations over the original context up to which a channel pair is scaled in full.
-        attention_factor: factor of queries and keys; computed from `factor` by default.
-        mscale, mscale_all_dim: coefficients of that factor in DeepSeek's models.
-        truncate: round the bounds of the ramp between both to whole channel pairs.
+        beta_fast: channel pairs with more rotations than this over the original context are not scaled.
+        beta_slow: channel pairs with fewer rotations than this over the original context are scaled in full.
+        attention_factor: factor of the rotated queries and keys; computed from `factor` by default.
+        mscale, mscale_all_dim: coefficients of that computation in DeepSeek's models.
+        truncate: round the ends of the ramp outwards to whole channel pairs.
     """
 
     original_length: int

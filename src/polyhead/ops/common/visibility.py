@@ -106,7 +106,7 @@ class Visibility:
         query_positions, key_positions, key_ordinals = self.query_positions, self.key_positions, self.key_ordinals
         num_queries, num_keys = self.num_queries, self.num_keys
         if queries is not None or keys is not None:
-            # Tensors of all tokens, of which the selected remain below.
+            # Write out positions that follow from the index: selected tokens keep theirs.
             indices = torch.arange(max(num_queries, num_keys), device=self.device)[None]
             query_positions = indices[:, :num_queries] + self.offset if query_positions is None else query_positions
             key_positions = indices[:, :num_keys] if key_positions is None else key_positions
@@ -140,6 +140,7 @@ class Visibility:
         start = 0 if self.left is None else min(max(0, first - self.left), self.num_keys)
         stop = self.num_keys if self.right is None else min(self.num_keys, last + self.right + 1)
         if self.sinks and start:
+            # The sinks may end before the window starts: then they are a span of their own.
             sink_stop = self.num_keys if self.key_ordinals is not None else self.sinks
             if sink_stop < start:
                 return (
@@ -268,7 +269,8 @@ def resolve(
     query_real, key_real = None, None
     query_positions, key_positions, key_ordinals = None, None, None
     left_padded_lengths: Tensor | None = None  # [batch]: real keys of left-padded sequences
-    key_ends, query_ends, is_aligned = None, None, True  # [batch]: start of the right padding
+    # [batch]: start of the right padding; `is_aligned`: it is that of the same tokens for queries and keys.
+    key_ends, query_ends, is_aligned = None, None, True
     for padding in mask.padding:
         real_keys, real_queries = _check_lengths(padding, batch, queries, keys, device)
         key_real = _logical_and(key_real, _real_tokens(real_keys, keys, padding.side))
@@ -283,6 +285,7 @@ def resolve(
     if left_padded_lengths is not None:
         key_ordinals = torch.arange(keys, device=device)[None] - (keys - left_padded_lengths)[:, None]
     if key_ends is not None and not is_aligned:
+        # The last real query is at the last real key.
         position_shift = key_ends - (queries if query_ends is None else query_ends)
         query_positions = torch.arange(queries, device=device) + position_shift[:, None]
         key_positions = torch.arange(keys, device=device)[None]
@@ -301,6 +304,7 @@ def resolve(
         query_ids, key_ids = torch.where(query_real, query_ids, -1), torch.where(key_real, key_ids, -1)
         key_ordinals = _ordinals(key_ids) if ordinals else None
         if aligns_documents:
+            # Positions are counted back from the end of each document, so that its last query is at its last key.
             query_positions = -_ordinals(query_ids.flip(-1)).flip(-1)
             key_positions = -_ordinals(key_ids.flip(-1)).flip(-1)
     if mask.placed is not None:

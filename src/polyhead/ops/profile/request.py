@@ -25,8 +25,8 @@ class BlockMap:
     """A grid over queries and keys, and the pooling of the weights within each of its blocks.
 
     `block` is the height and width of a block in tokens, any sizes. `resolution` is instead the maximum number of rows
-    and columns of blocks; the blocks are then the smallest whose sides are a power of two, or a multiple of 128 beyond
-    that, which are the cheapest sizes. The blocks at the lower and right edge may be smaller.
+    and columns of blocks; the blocks are then the smallest whose sides are a power of two up to 128 or a multiple of
+    128, which are the cheapest sizes. The blocks at the lower and right edge may be smaller.
 
     "sum" adds the weights of a block, "max" takes the largest, "mean" divides the sum by the number of (query, key)
     pairs in the block, masked ones included.
@@ -69,7 +69,7 @@ class BlockMap:
 
 def _cheap_side(tokens: int, blocks: int) -> int:
     """Return the smallest cheap side of blocks, of which at most `blocks` cover the tokens; see `BlockMap`."""
-    min_side = max(1, blocks_of(tokens, blocks))
+    min_side = max(1, blocks_of(tokens, blocks))  # tokens / blocks, rounded up
     return power_of_two(min_side) if min_side <= 128 else blocks_of(min_side, 128) * 128
 
 
@@ -111,8 +111,8 @@ class AttentionProfile:
         head_divergence    [batch, head_pairs]        Jensen-Shannon divergence in nats, the mean over rows
         head_distance      [batch, head_pairs]        the mean over rows of its square root, the distance
 
-    A row that sees no key of the window in either head of a pair is excluded from both means; they are 0 if no row
-    remains. Learned sinks take a share of the weights but are not keys: divergences do not include them.
+    Both means leave out rows in which neither head of the pair sees a key of the window; they are 0 if no row remains.
+    Learned sinks take a share of the weights but are not keys: divergences do not include them.
     """
 
     rows: Span
@@ -145,7 +145,7 @@ class ProfileRequest:
     key: Tensor  # [batch, kv_heads, keys, head_dim]
     logsumexp: Tensor  # [batch, heads, queries]
     visibility: Visibility | None  # None: every query sees every key
-    positions: Visibility  # used for positions only
+    positions: Visibility  # positions of queries and keys: `visibility`, or one without a mask where that is None
     scale: float | Tensor  # a number, or one per head [heads]
     softcap: float | None
     rows: Span
@@ -172,7 +172,7 @@ class ProfileRequest:
 
     @property
     def needs_tiles(self) -> bool:
-        """True if some result needs a pass over tiles; only the weights of pairs do not."""
+        """True if some result needs a pass over tiles; weights of single (query, key) pairs do not."""
         return self.received or self.block is not None or self.offsets or self.needs_rows or self.head_pairs is not None
 
     @property

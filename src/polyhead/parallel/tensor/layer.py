@@ -51,17 +51,17 @@ class HeadParallelism:
     layout: Any  # of the heads of this rank
     shards: dict[str, ParameterShard]
     sequence_parallel: bool
-    maps: int  # softmax maps of a head
+    maps: int  # attention maps per head, 2 in differential attention
     is_multi_query: bool  # all heads read one KV head, which every rank has
 
     @property
     def heads(self) -> range:
-        """Heads of this rank, as indices of the whole layer; empty on a rank with zero heads alone."""
+        """Heads of this rank, as indices of the whole layer; empty on a rank that stores only padding."""
         return self.split.heads(self.ranks.rank)
 
     @property
     def computed(self) -> range:
-        """Heads that this rank computes: its own, or one zero head."""
+        """Heads whose masks, gates and biases this rank uses: its own, or head 0 on a rank that stores only padding."""
         return self.split.computed(self.ranks.rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -69,7 +69,7 @@ class HeadParallelism:
 
 
 class HeadParallelLayer(BaseAttention):
-    """Base of attention layers whose heads are distributed; made by `HeadParallel` in place of the layer's class.
+    """Base class of attention layers whose heads are distributed; `HeadParallel` sets a subclass as the layer's class.
 
     `layout`, configs and state dicts are those of the whole layer, and so are the results of a call.
     """
@@ -93,7 +93,7 @@ class HeadParallelLayer(BaseAttention):
             arguments["mask"] = masks.local(arguments["mask"])
         if arguments.get("head_gate") is not None:
             arguments["head_gate"] = self._gate(arguments["head_gate"], shape)
-        local = self._local(masks, shape)
+        local = self._local_layer(masks, shape)
         whole = WholeHeads(parallelism, logsumexp=bool(arguments.get("logsumexp")))
         if self._listener is not None:
             local.__dict__["_listener"] = functools.partial(self._notify_whole, whole, masks)
@@ -125,7 +125,10 @@ class HeadParallelLayer(BaseAttention):
             )
 
     def _check_ranks(self, arguments: dict[str, Any], names: list[str]) -> None:
-        """Raise the same error on every rank if their calls differ. GPUs are not checked: it would wait for them."""
+        """Raise the same error on every rank if their calls differ.
+
+        Calls with inputs on a GPU are not checked, because the check would synchronise with it.
+        """
         if not all(arguments[name].is_cpu for name in names):
             return
         # None and False are the defaults; without dropout a seed has no effect.
@@ -139,10 +142,10 @@ class HeadParallelLayer(BaseAttention):
         facts["dtype of the layer"] = str(self.out_proj.weight.dtype)  # type: ignore[union-attr]
         compared |= {f"{name} of the layer": getattr(self, name) for name in (GATE, "mask")}
         tensors = {name: _tensors(x) for name, x in compared.items()}
-        facts |= {f"values of {name}": _hash(found) for name, found in tensors.items() if len(found)}
+        facts |= {f"values of {name}": _hash(values) for name, values in tensors.items() if len(values)}
         if torch.is_grad_enabled():
             learned = {name: arguments[name] for name in names} | dict(self.named_parameters(remove_duplicate=False))
-            learned |= {f"{name} {i}": x for name, found in tensors.items() for i, x in enumerate(found)}
+            learned |= {f"{name} {i}": x for name, values in tensors.items() for i, x in enumerate(values)}
             facts |= {f"gradient of {name}": "required" for name, x in learned.items() if x.requires_grad}
         check_same_call(self.parallelism.ranks, facts, f"the arguments of a {type(self).__name__}")
 
@@ -178,16 +181,18 @@ class HeadParallelLayer(BaseAttention):
         return LocalMasks(parallelism.computed, parallelism.split.num_heads, lambda term: self._shared(term)[0])
 
     def _gate(self, gate: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return the factors of this rank's heads from a gate of the whole layer; `shape` is batch and queries."""
         parallelism = self.parallelism
         if isinstance(gate, Tensor):
             (gate,) = self._shared(gate)
         return local_gate(gate, parallelism.computed, parallelism.split.num_heads, parallelism.maps, shape)
 
-    def _local(self, masks: LocalMasks, shape: tuple[int, int]) -> Any:
-        """Return a layer of the heads of this rank, which shares everything else with this one."""
+    def _local_layer(self, masks: LocalMasks, shape: tuple[int, int]) -> Any:
+        """Return a layer of the original class with the heads of this rank alone; `shape` is batch and queries."""
         parallelism = self.parallelism
         local = _copied(self, "", self._local_parameters(), parallelism.layer_class)
         attributes = local.__dict__
+        # Joint projections would read the parameters of the whole layer.
         attributes |= {"layout": parallelism.layout, "_of_self": None, "_of_source": None}
         attributes.pop("_listener", None)
         gate = attributes["_parameters"].pop(GATE, None)
@@ -196,6 +201,7 @@ class HeadParallelLayer(BaseAttention):
         attributes["_buffers"] = {**attributes["_buffers"], **local_buffers}
         positions = local.positions
         if isinstance(positions, BiasesLogits):
+            # The instance attribute is set on the copy of the module; it selects this rank's heads from all biases.
             biases = type(positions).forward.__get__(positions)
             positions.__dict__["forward"] = lambda *sizes, **options: masks.local(
                 biases(*sizes, **options), of_parameters=True
@@ -203,7 +209,7 @@ class HeadParallelLayer(BaseAttention):
         return local
 
     def _local_parameters(self) -> dict[str, Tensor | None]:
-        """Return the tensors of this rank's heads, by the names of the parameters; without the output bias."""
+        """Return the tensors of this rank's heads by parameter name, with None for the output bias."""
         parallelism = self.parallelism
         rank = parallelism.ranks.rank
         parameters = dict(self.named_parameters(remove_duplicate=False))
@@ -238,28 +244,28 @@ class HeadParallelLayer(BaseAttention):
         return output + bias.to(output.dtype)
 
     def _notify_whole(self, whole: WholeHeads, masks: LocalMasks, attended: Attended) -> None:
-        """Pass an attention of all heads to the observer."""
+        """Gather the attention of all ranks' heads and pass it to the observer."""
         assert self._listener is not None
         mask = None if attended.mask is None else masks.whole(attended.mask)
         self._listener(replace(whole.attended(attended), mask=mask))
 
-    def remember(self, key: Tensor, *value: Tensor, **values: Tensor) -> Memory:
+    def remember(self, key: Tensor, *args: Tensor, **kwargs: Tensor) -> Memory:
         """Project a source once, for repeated cross-attention; see the layer's own method.
 
         Args:
             key: source [batch, keys, key_input_dim].
-            value, values: source of the values, where the layer takes one.
+            args, kwargs: `value`, the source of the values, where the layer's own method has it.
 
         Returns:
             Keys and values of the KV heads of this rank.
         """
-        names = [*values]
-        inputs = self._inputs(key, *value, *values.values())
-        count = 1 + len(value)
-        local = self._local(self._masks(), (key.shape[0], 0))
-        keywords = dict(zip(names, inputs[count:], strict=True))
+        inputs = self._inputs(key, *args, *kwargs.values())
+        count = 1 + len(args)
+        local = self._local_layer(self._masks(), (key.shape[0], 0))
+        keywords = dict(zip(kwargs, inputs[count:], strict=True))
         memory: Memory = self.parallelism.layer_class.remember(local, *inputs[:count], **keywords)  # type: ignore[attr-defined]
-        return Memory(memory.key, memory.value)  # not that of `local`, which exists for this call alone
+        # A new `Memory`, which every layer takes: the other belongs to `local`, which exists for this call alone.
+        return Memory(memory.key, memory.value)
 
     @property
     def cache_layout(self) -> Any:
@@ -273,7 +279,7 @@ class HeadParallelLayer(BaseAttention):
 
     @property
     def heads(self) -> Any:
-        """Refused: matrices of a head are views of parameters, which are distributed."""
+        """Raise an OptionError: matrices of a head are views of whole parameters, and these are distributed."""
         raise OptionError(
             "matrices of heads are views of whole parameters, got a head-parallel layer; edit heads before the "
             "layer is distributed, or read torch.distributed.checkpoint.state_dict.get_model_state_dict"
@@ -368,7 +374,7 @@ def parallel_class(layer_class: type[BaseAttention]) -> type[HeadParallelLayer]:
         explain: Callable[..., Any] = layer_class.explain
 
         def explain_local(self: HeadParallelLayer, *positional: Any, **keywords: Any) -> Any:
-            return explain(self._local(self._masks(), (0, 0)), *positional, **keywords)
+            return explain(self._local_layer(self._masks(), (0, 0)), *positional, **keywords)
 
         namespace["explain"] = functools.wraps(explain)(explain_local)
     name = f"HeadParallel{layer_class.__name__}"

@@ -40,7 +40,7 @@ class Context:
     """Maximum number of tokens of a text, and the reason for that limit."""
 
     tokens: int
-    reason: str  # "trained", "requested" or "memory"
+    reason: str  # "trained" (the model's own maximum, or `DEFAULT_CONTEXT` without one), "requested" or "memory"
 
 
 class ViewedModel:
@@ -52,7 +52,7 @@ class ViewedModel:
     Args:
         loaded: a model of text with observable attention.
         context: maximum number of tokens of a text; the model's own maximum if None.
-        memory: bytes that the stored attention of one text may take; a quarter of the device's memory if None.
+        memory: bytes that the stored attention of one text may take; a quarter of the available memory if None.
     """
 
     def __init__(self, loaded: LoadedModel, *, context: int | None = None, memory: int | None = None) -> None:
@@ -117,7 +117,7 @@ class ViewedModel:
         return not self._tokenised(text).is_empty
 
     def _tokenised(self, text: str) -> TokenisedText:
-        # A causal model generates after the text, so no trailing special tokens may end it.
+        # `closed` adds the trailing special tokens, after which a causal model would not continue the text.
         closed = not self.generates or self.writes_target
         return tokenise_text(self.tokenizer, text, self.context.tokens, closed=closed)
 
@@ -213,22 +213,22 @@ class ViewedModel:
         return torch.tensor([ids], dtype=torch.int64, device=self.device)
 
     def _output(self, model_output: Any, inputs: TraceInputs) -> Output:
-        tokenizer, ids, written = self.tokenizer, inputs.ids, inputs.extended[0]
+        tokenizer, ids, extended = self.tokenizer, inputs.ids, inputs.extended[0]
         if self.output_kind == "vector":
             states = model_output.last_hidden_state[0].float()
             is_mean = self.loaded.kind == "encoder"
             vector = states.mean(0) if is_mean else states[-1]
-            return Output("vector", vector.cpu(), len(written) - 1, str, "mean" if is_mean else "last")
-        position = len(written)
+            return Output("vector", vector.cpu(), len(extended) - 1, str, "mean" if is_mean else "last")
+        position = len(extended)
         if self.output_kind == "masked-token":
             # The first mask token, else the last token of the text itself.
             wrapping = special_tokens(tokenizer)
-            masked = [position for position, token in enumerate(ids) if token == tokenizer.mask_token_id]
+            masked = [index for index, token in enumerate(ids) if token == tokenizer.mask_token_id]
             position = masked[0] if masked else len(ids) - len(wrapping.after) - 1
             logits = model_output.logits[0, position]
         else:
             logits = model_output.logits[0, -1]
-        before = written[:position]
+        before = extended[:position]
         values = logits.float().log_softmax(-1).cpu()
         return Output(self.output_kind, values, position, lambda token: text_after(tokenizer, before, token))
 

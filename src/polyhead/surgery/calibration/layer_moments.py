@@ -21,7 +21,7 @@ NO_TEXT = "calibration needs some text, got no batch, or batches for which the l
 class InputMoments:
     """Mean products of the query, key and value inputs, each augmented to [x, 1]: [width + 1, width + 1].
 
-    Without calibration text inputs are assumed to be white, so heads are compared by their weights alone.
+    Without calibration text, inputs are assumed to be white (identity matrices): heads are compared by weights alone.
     """
 
     query: Tensor
@@ -50,7 +50,7 @@ def _augmented(moments: OutputMoments) -> Tensor:
 
 
 def centred(moments: Tensor) -> Tensor:
-    """Return moments about the mean, from augmented moments."""
+    """Return moments about the mean from augmented ones, in the same shape; the last row and column become 0."""
     mean = moments[:, -1]
     return moments - torch.outer(mean, mean)
 
@@ -58,11 +58,13 @@ def centred(moments: Tensor) -> Tensor:
 def collect_inputs(
     model: nn.Module, layer: AttentionLayer, text: Iterable[Piece], swapped: Mapping[str, Tensor] | None = None
 ) -> InputMoments:
-    """Collect the moments of a layer's projection inputs, with the `swapped` parameters in place."""
+    """Collect the moments of a layer's projection inputs; `swapped` replaces parameters of the model, by name."""
     collected: dict[str, OutputMoments] = {}
     for piece in text:
         capture = piece.capture(model, layer, swapped=swapped or {})
-        for part, x in {} if capture is None else capture.inputs.items():
+        if capture is None:
+            continue
+        for part, x in capture.inputs.items():
             rows = unpadded_rows(model, layer, piece.batch, x)
             moments = collected.get(part)
             moments = OutputMoments.empty(rows.shape[-1], rows.device) if moments is None else moments
@@ -75,9 +77,9 @@ def collect_inputs(
 def collect_targets(
     model: nn.Module, layer: AttentionLayer, text: Iterable[Piece], swapped: Mapping[str, Tensor]
 ) -> TargetMoments:
-    """Collect the moments of a layer's head outputs, and of its outputs in the unedited model.
+    """Collect the moments of a layer's head outputs in the edited model, and of its outputs in the original model.
 
-    Head outputs are those of the model with the parameters `swapped`, by name, in place.
+    The edited model is `model` with the parameters in `swapped`, by name, in place of its own.
     """
     moments: TargetMoments | None = None
     for piece in text:
@@ -97,11 +99,11 @@ def collect_targets(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetMoments:
-    """Sums over tokens of head outputs, target outputs and their products."""
+    """Sums over tokens of head outputs, of the layer outputs they should give (targets), and of their products."""
 
-    outputs: OutputMoments
+    outputs: OutputMoments  # of the head outputs, [channels]
     total: Tensor  # [embed_dim], sum of the targets
-    cross: Tensor  # [channels, embed_dim]
+    cross: Tensor  # [channels, embed_dim], sum of the products of head outputs and targets
 
     @classmethod
     def empty(cls, channels: int, width: int, device: torch.device) -> TargetMoments:

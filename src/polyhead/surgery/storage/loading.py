@@ -42,9 +42,9 @@ def load(
     """Load a transformers model by name, in evaluation mode; one with edited heads in any saved form.
 
     A padded model is loaded without its zero heads. Models that `save` wrote are verified by their fingerprint: damaged
-    or foreign weights raise `CheckpointError`. Weights keep the saved dtype unless `dtype` is passed. A model with
-    uneven groups uses polyhead's attention. `AutoTokenizer.from_pretrained(model.name_or_path)` of transformers loads
-    the tokenizer of a model that does not come from a `.gguf` file.
+    weights, or those of another model, raise `CheckpointError`. Weights keep the saved dtype unless `dtype` is passed.
+    A model with uneven groups uses polyhead's attention. `AutoTokenizer.from_pretrained(model.name_or_path)` of
+    transformers loads the tokenizer of a model that does not come from a `.gguf` file.
 
     Args:
         name: a folder, a `.gguf` file, "tiny", "minilm" or "smollm2" for packaged models, or a name on the hub. Local
@@ -110,13 +110,14 @@ def load_record(folder: str | os.PathLike[str]) -> EditRecord | None:
 def load_saved(folder: Path, dtype: torch.dtype | None = None, *, switch_attention: bool = True) -> Any:
     """Return the model that `save` wrote to a folder; None for other folders.
 
-    One with uneven groups is switched to polyhead's attention, unless it is not going to be run.
+    A model with uneven groups is switched to polyhead's attention, which it needs to run, unless `switch_attention` is
+    False, for a model of which only the weights are read.
     """
     manifest = Manifest.read(folder)
     if manifest is None:
         return None
     with quiet(progress=False), describe_failure(folder.name, str(folder), local=True):
-        model = _read_uneven(folder, manifest) if manifest.form == "uneven" else _read_native(folder, manifest)
+        model = _read_uneven(folder, manifest) if manifest.form == "uneven" else _read_unpadded(folder, manifest)
     _restore_origins(model, folder, manifest)
     model = model.eval()
     actual = fingerprint(model)
@@ -132,7 +133,7 @@ def load_saved(folder: Path, dtype: torch.dtype | None = None, *, switch_attenti
 
 
 def _restore_origins(model: Any, folder: Path, manifest: Manifest) -> None:
-    """Set the original heads of each layer, from the manifest or else from the record's edits."""
+    """Set the head origins of each layer, from the manifest or else from the record's edits."""
     model_layers = find_layers(model)
     layers = {layer.path: layer for layer in model_layers}
     head_origins = manifest.origins
@@ -140,25 +141,28 @@ def _restore_origins(model: Any, folder: Path, manifest: Manifest) -> None:
         record = load_record(folder)
         head_origins = {} if record is None else origins_after(model_layers, record)
     for path, origins in head_origins.items():
-        layout = _known(layers, path, folder).layout
+        layout = _editable_layer(layers, path, folder).layout
         if layout is None or len(origins.heads) != layout.num_heads:
             raise CheckpointError(f"the head origins in {folder} must cover all heads of {path}, got {origins}")
-    if hasattr(model.config, IN_CONFIG):  # a padded model's entry has more heads than the unpadded one
+    if hasattr(model.config, IN_CONFIG):  # the saved origins of a padded model also cover its zero heads
         delattr(model.config, IN_CONFIG)
     with committed(model, layers, Changes({}, {}, origins=head_origins)):
-        pass
+        pass  # entering the context writes the changes
 
 
-def _read_native(folder: Path, manifest: Manifest) -> Any:
+def _read_unpadded(folder: Path, manifest: Manifest) -> Any:
+    """Load a uniform or padded model with transformers, and remove the zero heads of padded layers."""
     model = read_weights(folder, find_class(manifest.architecture))
     layers = {layer.path: layer for layer in find_layers(model)}
     parameters: dict[str, Tensor] = {}
     layouts: dict[str, HeadLayout] = {}
     for path, padding in manifest.paddings.items():
-        layer, layout = _known(layers, path, folder), manifest.layers[path]
+        layer, layout = _editable_layer(layers, path, folder), manifest.layers[path]
         padded = read_heads(model, layer)
         if len(padding.heads) != padded.num_heads or set(range(layout.num_heads)) - set(padding.heads):
-            raise CheckpointError(f"{MANIFEST} in {folder} pads other heads than {path} has")
+            raise CheckpointError(
+                f"the padding of {path} in {MANIFEST} must match its heads, got other heads in {folder}"
+            )
         layouts[path] = layout
         parameters |= pack_heads(model, layer, padding.unpad(padded, layout))
     with committed(model, layers, Changes(parameters, layouts)):
@@ -173,7 +177,7 @@ def _read_uneven(folder: Path, manifest: Manifest) -> Any:
     check_config(folder)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     check_kernels(config, folder.name, False)
-    tensors = _read_tensors(folder / WEIGHTS, manifest)
+    tensors = _read_weight_file(folder / WEIGHTS, manifest)
     model_class = find_class(manifest.architecture)
     check_room(model_class, config, (folder / WEIGHTS).stat().st_size, str(folder))
     with torch.random.fork_rng(devices=[]), without_init():
@@ -182,20 +186,21 @@ def _read_uneven(folder: Path, manifest: Manifest) -> Any:
     parameters: dict[str, Tensor] = {}
     layouts: dict[str, HeadLayout] = {}
     for path, layout in manifest.layers.items():
-        layer = _known(layers, path, folder)
+        layer = _editable_layer(layers, path, folder)
         if layer.layout != layout:
             layouts[path] = layout
+            # Parameters in the shapes of the layout; their values are loaded below.
             blank = pack_heads(model, layer, HeadWeights.blank(layout, read_heads(model, layer, device="meta")))
             for name, x in blank.items():
                 if name not in tensors or tensors[name].shape != x.shape:
-                    raise _other_tensor(folder, name, tensors.get(name), x)
+                    raise _tensor_mismatch(folder, name, tensors.get(name), x)
             parameters |= {name: torch.empty(x.shape, dtype=x.dtype) for name, x in blank.items()}
     with committed(model, layers, Changes(parameters, layouts)):
         pass
     expected = model.state_dict()
     for name in sorted(set(expected) | set(tensors)):
         if name not in expected or name not in tensors or expected[name].shape != tensors[name].shape:
-            raise _other_tensor(folder, name, tensors.get(name), expected.get(name))
+            raise _tensor_mismatch(folder, name, tensors.get(name), expected.get(name))
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -203,7 +208,7 @@ def _read_uneven(folder: Path, manifest: Manifest) -> Any:
     return model
 
 
-def _other_tensor(folder: Path, name: str, actual: Tensor | None, expected: Tensor | None) -> CheckpointError:
+def _tensor_mismatch(folder: Path, name: str, actual: Tensor | None, expected: Tensor | None) -> CheckpointError:
     return CheckpointError(
         f"{WEIGHTS} in {folder} must match {MANIFEST} and config.json, got {name} "
         f"{'missing' if actual is None else list(actual.shape)} instead of "
@@ -211,7 +216,8 @@ def _other_tensor(folder: Path, name: str, actual: Tensor | None, expected: Tens
     )
 
 
-def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+def _read_weight_file(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Return all tensors of a file by name, with those that are tied to another."""
     if not path.is_file():
         raise CheckpointError(f"the folder of an uneven model must contain {path.name}, got {path.parent} without it")
     tensors, _ = read_tensors(path, "weights must be whole .safetensors files", CheckpointError)
@@ -222,7 +228,8 @@ def _read_tensors(path: Path, manifest: Manifest) -> dict[str, Tensor]:
     return tensors
 
 
-def _known(layers: dict[str, AttentionLayer], path: str, folder: Path) -> AttentionLayer:
+def _editable_layer(layers: dict[str, AttentionLayer], path: str, folder: Path) -> AttentionLayer:
+    """Return the layer at a path of the manifest; raise if the model has none there whose heads can be edited."""
     layer = layers.get(path)
     if layer is None or layer.layout is None:
         why = "no such layer" if layer is None else layer.refusals[0]

@@ -1,4 +1,4 @@
-"""Collaborative attention: all heads share queries and keys, whose channels each head weights."""
+"""Collaborative attention: all heads share queries and keys, with per-head weights of their channels."""
 
 from __future__ import annotations
 
@@ -134,9 +134,11 @@ class CollaborativeAttention(ProjectedHeads):
     def _expand_storage(self, cache: CacheArguments) -> CacheArguments:
         """Return the storage of a cache, slots or pages, expanded to the heads."""
         axis = 1 if cache.block_table is None else 2
-        scales = (None if x is None else self._expand_heads(x, axis) for x in (cache.key_scale, cache.value_scale))
+        key_scale, value_scale = (
+            None if scale is None else self._expand_heads(scale, axis) for scale in (cache.key_scale, cache.value_scale)
+        )
         key, value = self._expand_heads(cache.key, axis), self._split_values(cache.value, axis)
-        return cache._replace(key=key, value=value, key_scale=next(scales), value_scale=next(scales))
+        return cache._replace(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
     # ---- from plain heads
 
@@ -144,9 +146,9 @@ class CollaborativeAttention(ProjectedHeads):
     def from_multi_head(cls, layer: MultiHeadAttention, *, shared_dim: int | None = None) -> Self:
         """Convert a `MultiHeadAttention`; exact by default, with its heads' queries and keys concatenated.
 
-        The mixing has one block per head, so KV heads shared by a group are repeated. With a smaller `shared_dim` it is
-        the approximation of the heads' W_Q W_K^T found by `polyhead.layers.variants.shared_factors`, which also returns
-        its error; it weights all input channels equally.
+        The mixing has one block per head, so KV heads shared by a group are repeated. With a smaller `shared_dim`,
+        projections and mixing approximate the heads' W_Q W_K^T by `polyhead.layers.variants.shared_factors`, which also
+        returns the error and weights all input channels equally.
 
         Args:
             layer: the layer to convert.

@@ -32,7 +32,7 @@ class Routing:
     Experts", minimise H itself with top-p routing; the budget is not from the paper.
     """
 
-    heads: Tensor  # int64 [batch, tokens, slots]: those that are always on, then the others by decreasing probability
+    heads: Tensor  # int64 [batch, tokens, slots]: always-on heads, then routed ones by decreasing probability
     weights: Tensor  # [batch, tokens, slots]: factors of the heads' outputs; 0 in unused slots
     num_heads: int
     always_on: int = 0  # heads 0 .. always_on - 1, which are not routed
@@ -135,7 +135,7 @@ class Routing:
     @property
     def is_chosen(self) -> Tensor:
         """True where a token has selected a head, [batch, tokens, num_heads]."""
-        # One extra head for unused slots, whose entry may equal a used one.
+        # Unused slots, whose entry may equal a used one, select an extra head, which is dropped.
         used = self.used
         heads = self.heads if used is None else torch.where(used, self.heads, self.num_heads)
         chosen = torch.zeros(*heads.shape[:2], self.num_heads + 1, dtype=torch.bool, device=heads.device)
@@ -152,9 +152,9 @@ class Routing:
 
     @property
     def balance_loss(self) -> Tensor:
-        selected = self.load[self.always_on :]
-        share = selected / selected.sum().clamp_min(torch.finfo(selected.dtype).tiny)
-        return selected.shape[0] * (share * self._mean(self.probabilities)).sum()
+        routed_load = self.load[self.always_on :]
+        share = routed_load / routed_load.sum().clamp_min(torch.finfo(routed_load.dtype).tiny)
+        return routed_load.shape[0] * (share * self._mean(self.probabilities)).sum()
 
     @property
     def z_loss(self) -> Tensor:
@@ -203,8 +203,8 @@ class HeadRouter(nn.Module):
         top_k: select this many heads per token. Exactly one of top_k, top_p and threshold must be given.
         top_p: select the smallest set of heads with at least this total probability (Huang et al. 2024).
         threshold: select heads with at least this probability.
-        k_min, k_max: minimum and maximum number of heads per token with top_p or threshold, where it varies; 1 and all
-            by default.
+        k_min, k_max: minimum and maximum number of selected heads per token with top_p or threshold; 1 and all routed
+            heads by default.
         budget: target for the mean effective number of heads per token, for `Routing.budget_loss`. It may exceed k_max:
             the loss uses the perplexity of the gate, not the number of selected heads.
         normalise: "all" weights a selected head by its probability among all heads, "chosen" among the selected ones.
@@ -320,14 +320,14 @@ class HeadRouter(nn.Module):
             weights = torch.softmax(top_logits if used is None else top_logits.masked_fill(~used, -torch.inf), -1)
         weights = (weights if used is None else torch.where(used, weights, 0.0)).to(x.dtype)
         if self.always_on:
-            first = torch.arange(self.always_on, device=x.device).expand(*chosen.shape[:2], -1)
-            chosen = torch.cat((first, chosen + self.always_on), -1)
+            always_on = torch.arange(self.always_on, device=x.device).expand(*chosen.shape[:2], -1)
+            chosen = torch.cat((always_on, chosen + self.always_on), -1)
             weights = torch.cat((torch.ones_like(chosen[..., : self.always_on], dtype=weights.dtype), weights), -1)
             counts = None if counts is None else counts + self.always_on
         return Routing(chosen, weights, self.num_heads, self.always_on, counts, logits, real, self.budget)
 
     def _count_heads(self, top_probabilities: Tensor) -> Tensor:
-        """Return the number of heads of each token from its probabilities in decreasing order."""
+        """Return the number of heads that each token selects, from its probabilities in decreasing order."""
         if self.top_p is not None:
             # A head is selected if the more probable ones together have not reached top_p.
             is_selected = top_probabilities.cumsum(-1) - top_probabilities < self.top_p

@@ -39,11 +39,11 @@ from polyhead.ops.profile.kernels.tiles import (
 
 
 class ColumnResults(NamedTuple):
-    """Output tensors of results per column; None if not requested."""
+    """Output tensors of results per column; None if not requested. The kernels add to map and offsets."""
 
     received: Tensor | None = None  # [batch, heads, columns]
-    map: Tensor | None = None  # [batch, heads, map_rows, map_columns], zeros
-    offsets: Tensor | None = None  # [batch, heads, OFFSET_BINS], zeros
+    map: Tensor | None = None  # [batch, heads, map_rows, map_columns], allocated as zeros
+    offsets: Tensor | None = None  # [batch, heads, OFFSET_BINS], allocated as zeros
     block_height: int = 1
     block_width: int = 1
     map_rows: int = 0
@@ -147,6 +147,7 @@ def _column_kernel(
             problem, mask, columns, i_pair, tile_k, sm_scale, received, first_row, first_column, DIM, BLOCK_DIM,
             BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX, EXCLUSIVE, False,
         )  # fmt: skip
+    # The edge tiles: `before` tiles up to the full ones, then those after them.
     before = (full_start - start) // BLOCK_M
     for i_tile in tl.range(0, before + tl.cdiv(stop - full_stop, BLOCK_M)):
         first_row = tl.where(i_tile < before, start, full_stop - before * BLOCK_M) + i_tile * BLOCK_M
@@ -177,9 +178,8 @@ def _worst(top_value, top_key):
 def _update_top(log2_p, first_column, top_value, top_key, BLOCK_N: tl.constexpr):
     """Replace the worst entries of each row by better ones of the tile.
 
-    One entry per row is replaced at a time, while any row has a better one.
-
-    After the first tiles few rows do: a row of n keys in random order makes about k log(n / k) replacements in total.
+    One entry per row is replaced at a time, while any row has a better one. After the first tiles few rows have one: a
+    row of n keys in random order makes about k log(n / k) replacements in total.
     """
     offs_n = first_column + tl.arange(0, BLOCK_N)
     value, index = tl.max(log2_p, 1, return_indices=True)
@@ -313,6 +313,7 @@ def _row_kernel(
             best, best_key, mass, top_value, top_key, DIM, BLOCK_DIM, BLOCK_M, BLOCK_N, POOL_M, POOL_N, BY_MAX,
             EXCLUSIVE, False,
         )  # fmt: skip
+    # The edge tiles: those of attention sinks, those from `start` up to the full tiles, then those after the full ones.
     before = sink_tiles + (full_start - start) // BLOCK_N
     for i_tile in tl.range(0, before + tl.cdiv(stop - full_stop, BLOCK_N)):
         first_column = tl.where(i_tile < before, start - sink_tiles * BLOCK_N, full_stop - before * BLOCK_N)
@@ -349,8 +350,8 @@ def second_pass(
 
     `top_log2_weights` and `top_keys` have at least `topk` entries, unsorted.
 
-    `by_columns` chooses the kernel if no result per row is requested and both can be used. The column kernel needs a
-    mask that was packed for it.
+    The row kernel is used if a result per row is requested or `by_columns` is False, else the column kernel, which
+    needs a mask that was packed for it.
     """
     query, batch, heads = problem.query, problem.batch, problem.heads
     needs_rows = argmax or topk > 0 or key_set is not None
@@ -359,6 +360,7 @@ def second_pass(
     register_heavy = not is_band or topk > 0 or (offsets and not by_columns)
     tiles = tiles_for(query, by_columns=by_columns, register_heavy=register_heavy)
     if block is not None and 0 in _blocks_per_tile(block, tiles)[:2]:
+        # Each element computes its block, which takes more registers.
         tiles = tiles_for(query, by_columns=by_columns, register_heavy=True)
     top_size = power_of_two(topk) if topk else 1
 
@@ -447,9 +449,11 @@ def _is_band(mask: MaskArguments) -> bool:
 
 
 def _blocks_per_tile(block: tuple[int, int], tiles: Blocks) -> tuple[int, int, bool]:
-    """Return the blocks per tile along each axis, and True if no other tile shares them.
+    """Return POOL_M, POOL_N and EXCLUSIVE of `accumulate_columns` for the blocks of a map.
 
-    See `accumulate_columns`.
+    The first two are the numbers of blocks per tile along each axis: 0 if blocks and tiles do not line up, but -1 for
+    columns if blocks are wider than a tile, which then meets at most two. The third is True if no other tile adds to
+    these blocks.
     """
     counts, exclusive = [], True
     for size, tile in zip(block, (tiles.rows, tiles.columns), strict=True):
