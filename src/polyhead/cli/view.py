@@ -138,9 +138,9 @@ def _has_display() -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    from polyhead.inspection.run_files import OBSERVATIONS, REST
+    from polyhead.inspection.run_files import INSPECTION, OBSERVATIONS
 
-    return (folder / REST).is_file() or (folder / OBSERVATIONS).is_file()
+    return (folder / INSPECTION).is_file() or (folder / OBSERVATIONS).is_file()
 
 
 def _content(path: Path) -> str:
