@@ -132,9 +132,9 @@ def _inspected(
 ) -> Inspection:
     import polyhead
     from polyhead.inspection import load_inspection
-    from polyhead.inspection.run_files import REST
+    from polyhead.inspection.run_files import INSPECTION
 
-    if run is not None and (run / REST).exists():
+    if run is not None and (run / INSPECTION).exists():
         found = load_inspection(run)
         if (found.settings.text or None) != (None if text is None else str(text)):
             raise OptionError(f"--run must be of the same text, got one of {found.settings.text}")

@@ -22,7 +22,7 @@ from polyhead.inspection.comparison import Change, Comparison
 from polyhead.inspection.identity import edits_of
 from polyhead.inspection.matching import match_heads
 from polyhead.inspection.probing import Probes
-from polyhead.inspection.run_files import OBSERVATIONS, REST
+from polyhead.inspection.run_files import INSPECTION, OBSERVATIONS
 from polyhead.inspection.wording import place_of
 from polyhead.observation import AttentionSite
 from polyhead.report import page_of
@@ -381,7 +381,7 @@ def test_a_run_does_not_go_on_with_other_heads(edited, text, tmp_path):
     """What was gathered before heads had an identity is not added to what is gathered now."""
     done = inspected(edited("reordered"), text, folder=tmp_path)
     save_inspection(tmp_path, done)
-    written = json.loads((tmp_path / REST).read_text())
+    written = json.loads((tmp_path / INSPECTION).read_text())
     assert written["sites"][0]["origins"]["heads"] == [[3], [0], [2], [1]]
     path = tmp_path / OBSERVATIONS
     with safe_open(path, "pt") as file:

@@ -274,7 +274,7 @@ def test_no_table_is_read_with_the_rest_of_an_earlier_one(begun, monkeypatch):
     written = inspection_files.write_atomically
 
     def write(path: Path, content: bytes) -> None:
-        if path.name == inspection_files.REST:
+        if path.name == inspection_files.INSPECTION:
             raise KeyboardInterrupt
         written(path, content)
 

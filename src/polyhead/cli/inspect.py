@@ -31,7 +31,7 @@ from polyhead.cli.progress_bars import ProgressBars
 from polyhead.cli.report import check_page
 from polyhead.cli.terminal import plain_console
 from polyhead.errors import OptionError
-from polyhead.inspection.run_files import REST
+from polyhead.inspection.run_files import INSPECTION
 
 if TYPE_CHECKING:
     from polyhead.inspection import Inspection
@@ -206,7 +206,7 @@ def inspect(
         # torchrun repeats the command after a failure (--max-restarts), and the run continues.
         restarted = workers is not None and workers.restarts > 0
         divided = workers is not None or part is not None or ray is not None
-        is_new = save is not None and (not restarted or (save / REST).exists())
+        is_new = save is not None and (not restarted or (save / INSPECTION).exists())
         check_inputs(settings, save=save if is_new else None, folder=folder, divided=divided)
         if part is not None and (table or html is not None):
             raise OptionError(

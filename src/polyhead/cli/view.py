@@ -140,9 +140,9 @@ def _has_display() -> bool:
 
 def _has_inspection(folder: Path) -> bool:
     """Return whether a folder contains an inspection, finished or not."""
-    from polyhead.inspection.run_files import OBSERVATIONS, REST
+    from polyhead.inspection.run_files import INSPECTION, OBSERVATIONS
 
-    return (folder / REST).is_file() or (folder / OBSERVATIONS).is_file()
+    return (folder / INSPECTION).is_file() or (folder / OBSERVATIONS).is_file()
 
 
 def _read_text(path: Path) -> str:

@@ -28,7 +28,8 @@ from polyhead.ops.decode.fused import MOST_QUERIES
 class CostEstimate:
     """Cost of one layer under one workload.
 
-    `pairs` counts the (query, key) pairs of one head over all sequences. `backward` is zero outside training.
+    `pairs` counts the visible (query, key) pairs of one head over all sequences, or all pairs if the weights are
+    materialised. `backward` is zero outside training.
     `weights_bytes` is one copy of the attention weights if they are materialised, else 0. `cache_bytes` covers every
     key of the call; a rolling cache takes `cache_bytes_per_token` for each token of its window.
     """
@@ -75,14 +76,15 @@ def estimate_cost(
     """Count the cost of the workload `work` for a layer with this config.
 
     Args:
-        mask: a causal mask or sliding window passed to the call, in addition to the layer's own.
+        config: config of the layer.
+        work: the call to count.
+        mask: a causal mask or sliding window passed to the call, in addition to the layer's own; with `form`
+            "materialised" it changes nothing.
         form: "fused" counts visible pairs only (kernels also compute the masked pairs of tiles that a mask edge
             crosses), stores no attention weights, and recomputes scores and exponentials in the backward.
             "materialised" computes every pair and stores the weights.
         dtype: dtype of the layer. Materialised weights are float32, or float64 for a float64 layer.
         cache_dtype: dtype of the cache, default `dtype`; torch.int8 is a `QuantizedCache`.
-        config: config of the layer.
-        work: the call to count.
 
     Returns:
         Parameters, FLOPs, exponentials and bytes; integers, exact.
@@ -95,19 +97,19 @@ def estimate_cost(
     """
     fused, layer = form == "fused", describe(config)
     mask = mask if fused else None
-    call = Recorder(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=work.past > 0, form=form)
-    pairs = work.batch * visible_pairs(work.queries, work.keys, call.mask if fused else None)
-    layer.record(call)
-    forward, backward = total_flops(call.pieces), MatrixFlops()
-    exponentials = sum(piece.exponentials for piece in call.pieces)
+    recorder = Recorder(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=work.past > 0, form=form)
+    pairs = work.batch * visible_pairs(work.queries, work.keys, recorder.mask if fused else None)
+    layer.record(recorder)
+    forward, backward = total_flops(recorder.pieces), MatrixFlops()
+    exponentials = sum(piece.exponentials for piece in recorder.pieces)
     if work.training and fused:
-        gradients = backward_pieces(call.pieces)
+        gradients = backward_pieces(recorder.pieces)
         backward = total_flops(gradients)
         exponentials += sum(piece.exponentials for piece in gradients)
     elif work.training:
         backward = forward + forward  # the gradient of each of a product's two factors costs as much as the product
-    weights = sum(piece.heads * piece.pairs for piece in call.pieces if isinstance(piece, AttentionCore))
-    per_token = layer.cache_bytes_per_token(call.cache_dtype)
+    weights = sum(piece.heads * piece.pairs for piece in recorder.pieces if isinstance(piece, AttentionCore))
+    per_token = layer.cache_bytes_per_token(recorder.cache_dtype)
     return CostEstimate(
         parameters=layer.num_parameters,
         pairs=pairs,
@@ -133,13 +135,13 @@ def layer_work(
     """Return the work of a layer with this config, using fused attention.
 
     Args:
+        config: config of the layer.
+        work: the call to describe.
         mask: a causal mask or sliding window passed to the call, in addition to the layer's own.
+        dtype: dtype of the layer.
         cache_dtype: dtype of the cache, default `dtype`.
         cached: whether the call writes and reads a cache; by default if there are past tokens.
         layers: number of such layers in a row.
-        config: config of the layer.
-        work: the call to describe.
-        dtype: dtype of the layer.
 
     >>> from polyhead.layers.multi_head.config import MultiHeadConfig
     >>> work = layer_work(MultiHeadConfig(512, 8, causal=True), Workload.decode(past=1000, batch=4))
@@ -148,22 +150,22 @@ def layer_work(
     >>> [type(piece).__name__ for piece in work.pieces]
     ['Product', 'Traffic', 'AttentionCore', 'Product']
     """
-    call = checked_call(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
-    describe(config).record(call)
-    pieces = [piece for piece in call.pieces if piece.bytes]
+    recorder = checked_recorder(config, work, mask=mask, dtype=dtype, cache_dtype=cache_dtype, cached=cached)
+    describe(config).record(recorder)
+    pieces = [piece for piece in recorder.pieces if piece.bytes]
     phase: Phase = "decode" if work.past and work.queries <= MOST_QUERIES else "prefill"
     if not work.training:
         return Work(phase, tuple(pieces), layers)
     return Work("training", (*pieces, *backward_pieces(pieces)), layers)
 
 
-def checked_call(config: AttentionConfig, work: Workload, *, cached: bool | None, **options: Any) -> Recorder:
+def checked_recorder(config: AttentionConfig, work: Workload, *, cached: bool | None, **options: Any) -> Recorder:
     """Return a recorder for a call whose work and memory can be counted; `cached` is by default `work.past > 0`."""
-    call = Recorder(config, work, cached=work.past > 0 if cached is None else cached, **options)
-    if call.mask is not None and (not call.mask.is_band or call.mask.sinks):
-        raise MaskError(f"mask must be a causal mask or a sliding window, got {call.mask!r}")
-    if call.cached and (work.training or work.source is not None):
+    recorder = Recorder(config, work, cached=work.past > 0 if cached is None else cached, **options)
+    if recorder.mask is not None and (not recorder.mask.is_band or recorder.mask.sinks):
+        raise MaskError(f"mask must be a causal mask or a sliding window, got {recorder.mask!r}")
+    if recorder.cached and (work.training or work.source is not None):
         raise OptionError("a cache needs self-attention without gradients, got cached=True for training or a source")
-    if work.past and not call.cached:
+    if work.past and not recorder.cached:
         raise OptionError(f"past tokens need a cache, got cached=False with past {work.past}")
-    return call
+    return recorder

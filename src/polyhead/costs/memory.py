@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from polyhead.costs.cost import checked_call
+from polyhead.costs.cost import checked_recorder
 from polyhead.costs.descriptions import describe
 from polyhead.costs.recording.attention_tensors import BACKWARD_COPIES, FORWARD_COPIES, KEPT_COPIES
 from polyhead.costs.recording.recorder import Form
@@ -136,7 +136,7 @@ def estimate_memory(
     (50, 6250, True)
     """
     dtypes = {"dtype": dtype, "cache_dtype": cache_dtype}
-    call = checked_call(config, work, mask=mask, cached=cached, form=form, device=device, **dtypes)
+    call = checked_recorder(config, work, mask=mask, cached=cached, form=form, device=device, **dtypes)
     layer, tape = describe(config), call.tape
     output = layer.record(call)
     per_token = layer.cache_bytes_per_token(call.dtype if work.remembered else call.cache_dtype)

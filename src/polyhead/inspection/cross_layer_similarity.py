@@ -95,7 +95,7 @@ def _measured(
     identities = {site_key: _identity(w_o[site_key][list(heads)]) for site_key, heads in chosen.items()}
     again = TokenSample(identities, sample.tokens, chosen, sample.seed, "chosen_heads")
     exact = states_of(watch(again, _tokens(sampled)).collected, again.name, SiteSample)
-    same = [torch.equal(state.tokens(), sampled[site].tokens()) for site, state in exact.items()]
+    same = [torch.equal(state.token_hashes(), sampled[site].token_hashes()) for site, state in exact.items()]
     if len(same) < len(chosen) or not all(same):
         # The attention of a site skips rows that are no padding, by whose number its tokens are hashed.
         exact = states_of(watch(again, None).collected, again.name, SiteSample)
@@ -108,7 +108,7 @@ def _measured(
 
 
 def _tokens(sampled: Mapping[AttentionSite, SiteSample]) -> Tensor:
-    return torch.cat([state.tokens() for state in sampled.values()]).unique()
+    return torch.cat([state.token_hashes() for state in sampled.values()]).unique()
 
 
 def _output_projections(head_projections: Mapping[AttentionSite, HeadProjections]) -> dict[tuple[str, str], Tensor]:

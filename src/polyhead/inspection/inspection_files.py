@@ -36,7 +36,7 @@ from polyhead.files import (
 from polyhead.inspection.earlier_formats import upgraded, upgraded_columns
 from polyhead.inspection.heads import Head
 from polyhead.inspection.result import Inspection
-from polyhead.inspection.run_files import MATRICES, PICTURES, REST, TABLE, check_saved
+from polyhead.inspection.run_files import INSPECTION, MATRICES, PICTURES, TABLE, check_saved
 from polyhead.inspection.settings import Settings
 from polyhead.inspection.validation import check_facts, check_head, check_run, check_sites, check_table, check_tensors
 from polyhead.inspection.wording import Finding, Reason
@@ -77,7 +77,7 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     index = {site: number for number, site in enumerate(sites)}
     folder = Path(folder)
     check_pyarrow(folder / TABLE)
-    (folder / REST).unlink(missing_ok=True)
+    (folder / INSPECTION).unlink(missing_ok=True)
     write_atomically(folder / TABLE, parquet_bytes(inspection.table.to_arrow()))
     write_atomically(folder / MATRICES, serialise(_contiguous(_numbered(inspection.relations, index))))
     write_atomically(folder / PICTURES, serialise(_contiguous(_pictures(inspection, index))))
@@ -89,7 +89,7 @@ def save_inspection(folder: str | os.PathLike[str], inspection: Inspection) -> N
     }
     text = json.dumps(rest, indent=1, ensure_ascii=False) + "\n"
     # A lone surrogate, as in a path that is not UTF-8, is written as a JSON escape.
-    write_atomically(folder / REST, text.encode("utf-8", errors="backslashreplace"))
+    write_atomically(folder / INSPECTION, text.encode("utf-8", errors="backslashreplace"))
 
 
 def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
@@ -122,14 +122,14 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
     """
     folder = Path(folder)
     check_saved(folder)
-    rest = read_json(folder / REST, _RULE)
+    rest = read_json(folder / INSPECTION, _RULE)
     if rest.get("format") not in range(2, FORMAT + 1):
         raise OptionError(
             f"this version reads inspections of format 2 to {FORMAT}, "
-            f"got {short(rest.get('format'))} in {folder / REST}; "
+            f"got {short(rest.get('format'))} in {folder / INSPECTION}; "
             "run `polyhead inspect --save` again, with another folder"
         )
-    with refusing(folder / REST, _RULE):
+    with refusing(folder / INSPECTION, _RULE):
         rest = rest if rest["format"] == FORMAT else upgraded(rest)
         sites = [AttentionSite.from_dict(site) for site in rest["sites"]]
         check_sites(sites)
@@ -140,11 +140,11 @@ def load_inspection(folder: str | os.PathLike[str]) -> Inspection:
     pictures, _ = read_tensors(folder / PICTURES, _RULE)
     with refusing(folder / TABLE, _RULE):
         table = _table(folder / TABLE, sites, names, earlier=rest["format"] < 7)
-    with refusing(folder / REST, _RULE):
+    with refusing(folder / INSPECTION, _RULE):
         inspection = _inspection(rest, sites, table, relations, pictures)
     with refusing(folder / TABLE, _RULE):
         check_table(inspection)
-    with refusing(folder / REST, _RULE):
+    with refusing(folder / INSPECTION, _RULE):
         check_run(inspection)
     with refusing(folder / PICTURES, _RULE):
         check_tensors(inspection)
@@ -273,7 +273,7 @@ def _table(path: Path, sites: list[AttentionSite], names: tuple[str, ...], *, ea
     rows = []
     for place in zip(cells["site"], cells["kind"], strict=True):
         if place not in where:
-            raise OptionError(f"the rows of the table are heads of the sites in {REST}, got {short(place)}")
+            raise OptionError(f"the rows of the table are heads of the sites in {INSPECTION}, got {short(place)}")
         rows.append(where[place])
     columns = {
         current_name(name): torch.tensor(

@@ -48,9 +48,9 @@ from polyhead.sources.text_contexts import knows
 CHANCE_TOKENS = 1024  # of the baseline with random weights
 DISTANCE_TOKENS = 512
 GRADIENT_TOKENS = 8192
-GRADIENT_BATCH_TOKENS = 256  # activations and logits of a batch are in memory until its backward pass
+GRADIENT_BATCH_TOKENS = 256  # few, as activations and logits of a batch are in memory until its backward pass
 ABLATION_TOKENS = 2048  # each head costs one more forward pass over these
-QUICK_ABLATION_TOKENS = 256  # where ablation was not requested by name
+QUICK_ABLATION_TOKENS = 256  # where importance is "auto", so that ablation was not requested by name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,14 +87,17 @@ class Probes:
         return session.observations
 
     def watched_sample(self, sample: TokenSample, hashes: Tensor | None) -> Observations:
-        """Run the model over the batches with tokens of these hashes, or over all: at most one for each token."""
+        """Run the model with a token sample, over the batches that contain one of the tokens with these hashes.
+
+        `hashes` are those of `token_hashes`; None runs all batches.
+        """
         batches = [batch for batch in self.reader.batches() if hashes is None or self._has(batch, sample.seed, hashes)]
         return self.watched(self.loaded.model, batches, sample, "compare heads across layers")
 
     def _has(self, batch: Batch, seed: int, hashes: Tensor) -> bool:
         non_padding = batch.mask.bool()
-        of_batch = token_hashes(self.reader.metadata(batch), non_padding, seed)[non_padding]
-        return bool(torch.isin(of_batch, hashes).any())
+        batch_hashes = token_hashes(self.reader.metadata(batch), non_padding, seed)[non_padding]
+        return bool(torch.isin(batch_hashes, hashes).any())
 
     def examples(self) -> tuple[Example, ...]:
         """Return all attention weights of a few short excerpts."""
@@ -103,7 +106,7 @@ class Probes:
         return examples_of(self.reader, batches, weights)
 
     def distances(self) -> dict[AttentionSite, Tensor]:
-        """Return the attention distances of the heads of a layer; a few tokens only, as the cost is per pair."""
+        """Return the attention distance of every pair of heads of each site, over few tokens: every pair costs time."""
         batches = self.reader.some_batches(DISTANCE_TOKENS)
         observations = self.watched(self.loaded.model, batches, AttentionDistances(), "compare attention of heads")
         states = states_of(observations.collected, "distances", SiteDistances)
@@ -123,13 +126,14 @@ class Probes:
     def pronouns(self) -> dict[str, PronounTable]:
         """Return the pronoun scores, from sentences in the languages that the tokenizer knows.
 
-        Of all that agreement in gender or number decides, and by what decides; none of fewer than two templates. There
-        is no baseline with random weights, as chance is known exactly here.
+        There is one table for each cue by which a sentence can be understood ("gender", "number", "meaning"), and one,
+        "agreement", for gender and number together; cues with fewer than two sentence templates have none. There is no
+        baseline with random weights, as chance is known exactly here.
         """
         tokenizer = self.loaded.tokenizer
         by_language = [pronoun_sentences(language) for language in LANGUAGES]
-        known = [some for some in by_language if knows(tokenizer, "\n".join(x.text for x in some))]
-        sentences = [sentence for some in known for sentence in some]
+        known = [listed for listed in by_language if knows(tokenizer, "\n".join(x.text for x in listed))]
+        sentences = [sentence for listed in known for sentence in listed]
         try:
             texts = pronoun_texts(sentences, tokenizer, longest=self.reader.text.length)
         except PolyheadError as error:
@@ -142,18 +146,20 @@ class Probes:
         if self.loaded.kind in ("causal", "decoder"):
             texts = texts.without_endings()
         batches, step = self.reader.batches_of(texts.contexts), "read sentences with pronouns"
-        watched, tables = self.watched(self.loaded.model, batches, texts.collector(), step), dict[str, PronounTable]()
-        of_cue: dict[str, tuple[Cue, ...]] = {"agreement": AGREEMENT, **{cue: (cue,) for cue in CUES}}
-        for name, cues in of_cue.items():
+        observations = self.watched(self.loaded.model, batches, texts.collector(), step)
+        tables: dict[str, PronounTable] = {}
+        cues_of: dict[str, tuple[Cue, ...]] = {"agreement": AGREEMENT, **{cue: (cue,) for cue in CUES}}
+        for name, cues in cues_of.items():
             frames = {frame for frame, cue in zip(texts.frames, texts.cues, strict=True) if cue in cues}
             if len(frames) > 1:
-                tables[name] = pronoun_table(watched, texts, cues)
+                tables[name] = pronoun_table(observations, texts, cues)
         return tables
 
     def chance(self) -> tuple[HeadRoles, ...]:
-        """Return roles in a model of the same layout with random weights: the effect of layout and text."""
+        """Return roles in a model of the same config with random weights: the baseline for the roles of the model."""
         model = random_twin(self.loaded.model, self.settings.seed)
-        batches = self.reader.whole_batches(CHANCE_TOKENS)  # the weight of a position depends on the length
+        # Whole contexts, as the weight on a position depends on the length.
+        batches = self.reader.whole_batches(CHANCE_TOKENS)
         collector = EvidenceCollector(rare=rare_tokens(self.reader.counts), only="rows")
         observations = self.watched(model, batches, collector, "observe a model with random weights", ROW_STATISTICS)
         model.to("meta")  # its sessions are reference cycles, which would keep its weights in memory for a while
@@ -174,7 +180,7 @@ class Probes:
     def copying_circuits(
         self, head_projections: Mapping[AttentionSite, HeadProjections]
     ) -> dict[AttentionSite, dict[str, Tensor]]:
-        """Return copying scores of the weights of a causal model, whose unembedding reads the stream of its heads."""
+        """Return the copying scores of a causal model's OV circuits; none if embedding and unembedding do not match."""
         embedding, unembedding = embedding_of(self.loaded.model), _unembedding(self.loaded.model)
         if self.loaded.kind != "causal" or embedding is None or unembedding is None:
             return {}
@@ -193,7 +199,7 @@ class Probes:
         return columns
 
     def importance(self) -> tuple[Importance | None, dict[str, int]]:
-        """Return the importance of every head, and as facts the tokens and the context on which it was measured."""
+        """Return the importance of every head, and the number of tokens and the context length it was measured on."""
         method, kind = self.settings.importance, self.loaded.kind
         loss = {"causal": "language", "masked": "masked"}.get(kind, "representation")
         if method == "none":
@@ -207,8 +213,8 @@ class Probes:
                 return None, {}
             method = "ablation" if loss == "representation" else "gradient"
         device = next(self.loaded.model.parameters()).device
-        by_default = QUICK_ABLATION_TOKENS if self.settings.importance == "auto" else ABLATION_TOKENS
-        tokens = self.settings.importance_tokens or (GRADIENT_TOKENS if method == "gradient" else by_default)
+        ablation_tokens = QUICK_ABLATION_TOKENS if self.settings.importance == "auto" else ABLATION_TOKENS
+        tokens = self.settings.importance_tokens or (GRADIENT_TOKENS if method == "gradient" else ablation_tokens)
         batches = [
             dataclasses.replace(batch, documents=self.reader.documents_of(batch)).to(device)
             for batch in self.reader.some_batches(
@@ -230,7 +236,7 @@ class Probes:
                 progress=lambda done, total, step=step: self.report(Progress(step, done, total, "runs")),
             )
             by_method.append(importance)
-        longest = max(batch.ids.shape[1] for batch in batches)  # contexts are cut
+        longest = max(batch.ids.shape[1] for batch in batches)  # `some_batches` may cut contexts
         measured = {"importance_tokens": sum(batch.tokens for batch in batches), "importance_context": longest}
         return functools.reduce(Importance.beside, by_method), measured
 

@@ -1,4 +1,4 @@
-"""Find the modules that may call attention functions by themselves, from the code of their classes."""
+"""Find the modules whose own code may call attention functions, from the code of their classes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ _MATRIX_OPERATOR = next(
 
 
 def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return the modules that may call attention functions by themselves; none if no module is likely to.
+    """Return the modules whose own code may call attention functions; none if no module is likely to.
 
-    Every torch function of a model that is intercepted costs a few microseconds. If attention was found in another
-    way, or in a model of transformers, the files of its classes decide: they call such a function, or not.
+    In these modules every torch function is intercepted, which costs a few microseconds each. To avoid that, the source
+    files of the classes are searched for calls of attention functions, in models of transformers and in models some of
+    whose attention is observed in another way. Any other class is assumed to call one.
 
     Args:
         model: a model.
         observed: its modules whose attention is observed in another way.
     """
-    modules, others = tuple(model.modules()), tuple(observed)
-    overridden = [x for x in modules if has_own_forward(x) and x not in others]
+    modules, observed = tuple(model.modules()), tuple(observed)
+    overridden = [x for x in modules if has_own_forward(x) and x not in observed]
     for x in overridden:
         if isinstance(x, MultiheadAttention):
             raise OptionError(
@@ -49,36 +50,39 @@ def calling_modules(model: nn.Module, observed: Iterable[nn.Module]) -> tuple[nn
                 f"no attention function of PyTorch, got {type(x).__name__}; subclass torch.nn.MultiheadAttention "
                 "instead, or pass adapters"
             )
-    own = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
+    external = [x for x in modules if _package(type(x)) not in _LIBRARIES or isinstance(x, torch.fx.GraphModule)]
 
     def may_call(kind: type) -> bool:
-        is_unknown = not len(others) and _package(kind) != "transformers"
+        is_unknown = not len(observed) and _package(kind) != "transformers"
         return is_unknown or _calls_attention(kind) or _multiplies_softmax(kind)
 
-    if not len(overridden) and not any(may_call(type(x)) for x in own):
+    if not len(overridden) and not any(may_call(type(x)) for x in external):
         return ()
-    return tuple(dict.fromkeys((model, *own, *overridden)))
+    return tuple(dict.fromkeys((model, *external, *overridden)))
 
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _own_classes(kind: type) -> Iterator[type]:
+def _external_classes(kind: type) -> Iterator[type]:
     """Iterate over a class and its bases, without those of torch, polyhead and Python."""
     return (owner for owner in kind.__mro__ if _package(owner) not in (*_LIBRARIES, "builtins"))
 
 
 @cache
 def _calls_attention(kind: type) -> bool:
-    """Return whether the file that defines a class, or a function that it imports, calls an attention function."""
-    for owner in _own_classes(kind):
-        file = sys.modules.get(owner.__module__)
-        is_own = _package(owner) != "transformers"
-        for value in (owner, *(() if file is None else vars(file).values())):
-            if is_own and foreign_functions.is_foreign(value):
+    """Return whether the Python module of a class calls an attention function.
+
+    Outside of transformers, a function that it imports may also call one, or be one of flash-attn or xformers.
+    """
+    for owner in _external_classes(kind):
+        python_module = sys.modules.get(owner.__module__)
+        with_imports = _package(owner) != "transformers"
+        for value in (owner, *(() if python_module is None else vars(python_module).values())):
+            if with_imports and foreign_functions.is_foreign(value):
                 return True
-            if getattr(value, "__module__", None) == owner.__module__ or (is_own and inspect.isfunction(value)):
+            if getattr(value, "__module__", None) == owner.__module__ or (with_imports and inspect.isfunction(value)):
                 members = vars(value).values() if inspect.isclass(value) else (value,)
                 if any(name in _FUNCTIONS for code in _codes(members) for name in code.co_names):
                     return True
@@ -90,7 +94,7 @@ def _multiplies_softmax(kind: type) -> bool:
     """Return whether the code of a class computes a softmax and a matrix product, without an attention interface."""
     if uses_interface(kind):
         return False
-    for owner in _own_classes(kind):
+    for owner in _external_classes(kind):
         codes = list(_codes(vars(owner).values()))
         names = {name for code in codes for name in code.co_names}
         if any("softmax" in x.lower() for x in names):

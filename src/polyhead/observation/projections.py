@@ -3,9 +3,9 @@
 One short call is traced. A linear layer whose output contains a head's value vectors holds that head's W_V in its
 columns; the layer whose input is the concatenation of the head outputs holds W_O in its rows. Queries and keys are
 compared at the first token, where rotary embeddings are the identity, and by norm at every token, which rotations
-preserve. Anything in between (a norm of the queries, a gate) breaks the match; the matrix is then None, since the
-weight alone would not describe the head. So does a layer that computes more than its weight and bias, such as an
-adapter; only LoRA of PEFT on the output projection is added to its matrix.
+preserve. The matrix is None where the weight alone would not describe the head: if something in between (a norm of the
+queries, a gate) breaks the match, or if the layer computes more than its weight and bias, as with an adapter. Only LoRA
+of PEFT on the output projection is supported: it is added to the matrix.
 """
 
 from __future__ import annotations
@@ -133,21 +133,21 @@ class _Tracer:
             return _of_projected(MultiHeadAttention.from_torch(module))
         num_before, attended = self.first_attended[site]
         before, after = self.linear_calls[:num_before], self.linear_calls[num_before:]
-        if site.name in self.materialised:  # which is reported when its module returns
+        if site.name in self.materialised:  # hand-written attention is recorded after the output projection ran
             after = self.linear_calls
         output = self._matching_rows(after, _flatten_rows(attended.result.output), site.name)
 
-        def projection(heads: Tensor) -> Tensor | None:
-            matrix = _matching_columns(before, _flatten_rows(heads))
+        def projection(vectors: Tensor) -> Tensor | None:
+            matrix = _matching_columns(before, _flatten_rows(vectors))
             # A layer that does not read the residual stream, as in latent attention, is only part of the projection.
             is_complete = matrix is None or output is None or matrix.shape[1] == output.shape[2]
             return matrix if is_complete else None
 
         return HeadProjections(projection(attended.query), projection(attended.key), projection(attended.value), output)
 
-    def _matching_rows(self, calls: Sequence[_LinearCall], heads: Tensor, site: str) -> Tensor | None:
+    def _matching_rows(self, calls: Sequence[_LinearCall], vectors: Tensor, site: str) -> Tensor | None:
         """Return the weight rows [heads, dim, out] of the one layer that read these vectors [rows, heads, dim]."""
-        concatenated = heads.flatten(1).double()
+        concatenated = vectors.flatten(1).double()
         matching: dict[nn.Module, _LinearCall] = {}
         for call in calls:
             inputs = call.input.double()
@@ -158,14 +158,14 @@ class _Tracer:
             return None
         linear, call = next(iter(matching.items()))
         path = next(name for name, module in self.modules.items() if module is linear)
-        # A further attention call of a module in one forward is a site `path#2`.
+        # The second attention call of a module in one forward is the site `path#2`.
         attention = self.modules.get(site, self.modules.get(site.partition("#")[0]))
         wrapper = linear if attention is None else wrapper_of(self.model, path, {id(attention)})
-        if wrapper is not linear:  # of which LoRA of PEFT alone has a matrix
-            matrix = output_matrix(linear, wrapper, heads.device)
+        if wrapper is not linear:  # None, unless it is LoRA of PEFT
+            matrix = output_matrix(linear, wrapper, vectors.device)
         else:
             matrix = call.matrix if len(matching) == 1 else None  # a second one is part of an adapter or a gate
-        return None if matrix is None else matrix.unflatten(0, heads.shape[1:])
+        return None if matrix is None else matrix.unflatten(0, vectors.shape[1:])
 
 
 def _is_plain(layer: ProjectedHeads) -> bool:
@@ -226,17 +226,18 @@ def _flatten_rows(x: Tensor) -> Tensor:
     return x.detach().transpose(1, 2).flatten(0, 1)
 
 
-def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | None:
+def _matching_columns(calls: Sequence[_LinearCall], vectors: Tensor) -> Tensor | None:
     """Return the weight columns [heads, in, dim] of the latest layer that output these vectors [rows, heads, dim]."""
-    count, dim = heads.shape[1:]
+    count, dim = vectors.shape[1:]
     for call in reversed(calls):
-        if call.output.shape[0] != heads.shape[0] or call.output.shape[1] < dim or call.output.device != heads.device:
+        is_comparable = call.output.shape[0] == vectors.shape[0] and call.output.device == vectors.device
+        if not is_comparable or call.output.shape[1] < dim:
             continue
-        starts = _find_windows(call.output[0], heads[0])
+        starts = _find_windows(call.output[0], vectors[0])
         if len(starts) < count:
             continue
         windows = torch.stack([call.output[:, start : start + dim] for start in starts], 1)
-        ratio = heads.double().norm(dim=-1) / windows.double().norm(dim=-1)
+        ratio = vectors.double().norm(dim=-1) / windows.double().norm(dim=-1)
         if bool((ratio / ratio[0, 0] - 1).abs().max() <= TOLERANCE):
             scale, matrix = float(ratio[0, 0]), call.matrix
             if matrix is None:
@@ -247,7 +248,7 @@ def _matching_columns(calls: Sequence[_LinearCall], heads: Tensor) -> Tensor | N
 
 
 def _find_windows(row: Tensor, vectors: Tensor) -> list[int]:
-    """Return the offsets in a row of positive multiples of vectors [any, dim], of those that occur in it."""
+    """Return where in a row positive multiples of the vectors [heads, dim] start, for the vectors that occur in it."""
     windows, targets = row.double().unfold(0, vectors.shape[1], 1), vectors.double()
     dots = targets @ windows.mT  # [vectors, offsets]
     squared_norms = windows.square().sum(-1) * targets.square().sum(-1, keepdim=True)

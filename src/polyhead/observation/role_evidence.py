@@ -25,7 +25,7 @@ from polyhead.observation.role_evidence_rows import (
     measure,
     measure_baseline,
 )
-from polyhead.observation.role_evidence_tokens import BINS, SPECIAL, Kind, Segments, TokenTables, TokenVectors
+from polyhead.observation.role_evidence_tokens import BINS, SPECIAL, EvidenceKind, Segmenter, TokenTables, TokenVectors
 from polyhead.observation.statistics import AttentionSite
 from polyhead.ops.attended import Attended
 
@@ -54,17 +54,17 @@ class EvidenceCollector:
         name: str = "evidence",
         rare: Tensor | None = None,
         meaning: TokenVectors | None = None,
-        segments: Segments | None = None,
+        segments: Segmenter | None = None,
         direct_logits: DirectLogits | None = None,
         max_documents: int = MAX_DOCUMENTS,
-        only: Kind | None = None,
+        only: EvidenceKind | None = None,
     ) -> None:
         if rare is not None and (rare.ndim != 1 or rare.dtype is not torch.bool or rare.device.type != "cpu"):
             raise ShapeError(f"rare must be boolean [vocabulary] on the CPU, got {rare.dtype} of {list(rare.shape)}")
         if max_documents < 2:
             raise OptionError(f"confidence intervals need at least two documents, got max_documents {max_documents}")
-        if only not in (None, *get_args(Kind)):
-            raise OptionError(f"only must be {', '.join(map(repr, get_args(Kind)))} or None, got {only!r}")
+        if only not in (None, *get_args(EvidenceKind)):
+            raise OptionError(f"only must be {', '.join(map(repr, get_args(EvidenceKind)))} or None, got {only!r}")
         self.name = name
         self.max_documents = max_documents
         self.direct_logits = direct_logits
@@ -90,7 +90,7 @@ class EvidenceCollector:
                 f"session.metadata.tokens must have the shape of the batch, {list(size)}, "
                 f"got {list(metadata.tokens.shape)}"
             )
-        tokens = self.tables.read(metadata, non_padding, causal=causal, device=device)
+        tokens = self.tables.metadata_of(metadata, non_padding, causal=causal, device=device)
         if self.only == "pairs":
             baseline = measure_baseline(attended, non_padding, tokens, only_pairs=True)
         else:

@@ -15,17 +15,19 @@ from torch import Tensor
 from polyhead.errors import OptionError, ShapeError
 from polyhead.observation.collectors import BatchMetadata
 
-MEANING_DIMS = 40  # principal components kept of an embedding: three vectors and a flag fit into a value_dim of 128
+# Principal components of a token embedding. The three vectors of a token (`TokenVectors`) and a flag, concatenated, are
+# one value vector of an attention call: 3 * 40 + 1 channels, which fit into a value_dim of 128.
+MEANING_DIMS = 40
 NEAREST = 4  # maximum number of other occurrences that a token is paired with, per direction
 NEAR = 64  # offsets up to this distance have their own bin
 BINS = 2 * NEAR + 3  # all farther earlier tokens, offsets -NEAR to NEAR, all farther later tokens
-_ROWS = 128  # tokens that are compared with those after them at a time
-SPECIAL, PUNCTUATION = 0, (5, 8)  # of `sources.TokenClass`: special tokens; punctuation, and newlines
-KEY_SETS = ("special", "punctuation", "delimiter", "rare")
+_ROWS = 128  # tokens that `_mean_cosines` compares at a time, to limit memory
+SPECIAL, PUNCTUATION = 0, (5, 8)  # values of `sources.TokenClass`; newlines (8) count as punctuation
+KEY_SETS = ("special", "punctuation", "delimiter", "rare")  # a delimiter is special or punctuation
 # From token ids [batch, tokens] to the word and sentence index of each token, -1 for none.
-Segments = Callable[[Tensor], tuple[Tensor, Tensor]]
+Segmenter = Callable[[Tensor], tuple[Tensor, Tensor]]
 # "rows": statistics of the whole row of each query; "pairs": weight on other occurrences of its token, and after them.
-Kind = Literal["rows", "pairs"]
+EvidenceKind = Literal["rows", "pairs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +85,7 @@ class TokenSegments:
 
     indices: Tensor  # int64 [batch, tokens], -1 for special tokens and padding
     counted: Tensor  # bool [batch, tokens]
-    inside_by_offset: Tensor  # float64 [batch, bins]: share of the tokens at each offset that are in the same segment
+    inside_by_offset: Tensor  # float64 [batch, bins]: share of the token pairs at each offset within one segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,14 +104,14 @@ class TokenMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTables:
-    """Metadata of the vocabulary."""
+    """Properties of the vocabulary, from which the token metadata of a batch is computed."""
 
     rare: Tensor | None  # bool [vocabulary]
     meaning: TokenVectors | None
-    segments: Segments | None = None
-    only: Kind | None = None  # the evidence that is collected, by default all
+    segments: Segmenter | None = None
+    only: EvidenceKind | None = None  # the evidence to collect, by default all
 
-    def read(
+    def metadata_of(
         self, metadata: BatchMetadata, non_padding: Tensor | None, *, causal: bool, device: torch.device
     ) -> TokenMetadata:
         """Return the token metadata of one batch; `non_padding` is [batch or 1, tokens], on any device."""
@@ -174,9 +176,9 @@ def _sentence_segments(sentences: Tensor, present: Tensor) -> TokenSegments:
 
 
 def _inside_by_offset(indices: Tensor, counted: Tensor, present: Tensor) -> Tensor:
-    """Return the share of the tokens at each offset from counted ones that are in the same segment, [batch, bins].
+    """Return the probability that the token at an offset from a counted one is in the same segment, [batch, bins].
 
-    `present` are the tokens that are no padding. All tokens of a segment are counted, or none.
+    `present` are the non-padding tokens. Either all tokens of a segment must be counted, or none.
     """
     batch, length = indices.shape
     inside, pairs = torch.zeros(2, batch, BINS, dtype=torch.float64, device=indices.device)
@@ -186,7 +188,8 @@ def _inside_by_offset(indices: Tensor, counted: Tensor, present: Tensor) -> Tens
     inside[:, center + 1 : -1], inside[:, 1:center] = same, same.flip(-1)
     pairs[:, center + 1 : -1] = (counted[..., None] & later_present).sum(1)
     pairs[:, 1:center] = (present[..., None] & later_counted).sum(1).flip(-1)
-    # Farther pairs are the remainder of all pairs, of which a segment of n tokens has n (n - 1) / 2 on each side.
+    # Farther pairs: all pairs minus the near ones. A segment of n tokens has n (n - 1) / 2 pairs with the other token
+    # before, and as many with it after.
     sizes = torch.zeros(batch, length + 1, dtype=torch.float64, device=indices.device)
     sizes = sizes.scatter_add(1, torch.where(counted, indices + 1, 0), counted.to(torch.float64))[:, 1:]
     before = present.cumsum(-1) - present.to(torch.int64)
@@ -205,7 +208,7 @@ def _following(values: Tensor) -> Tensor:
 def _occurrences(tokens: Tensor, counted: Tensor, *, both_ways: bool) -> tuple[Pairs, Pairs]:
     """Return pairs of each token with its nearest other occurrences, and with the tokens after those."""
     length = tokens.shape[1]
-    uncounted = torch.iinfo(torch.int64).max  # no token; sorted behind all others
+    uncounted = torch.iinfo(torch.int64).max  # in place of the ids of tokens that do not count; sorted last
     ordered, order = torch.where(counted, tokens.to(torch.int64), uncounted).sort(stable=True)
     pairs, is_pair = (
         [torch.zeros(len(tokens), 0, 2, dtype=torch.int64)],

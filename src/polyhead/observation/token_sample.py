@@ -2,8 +2,8 @@
 
 Second moments compare the heads of one layer. Across layers there are too many pairs, and the outputs of two layers are
 never available at once; at a sample of tokens they can be stored. The sample is bottom-k: the tokens with the smallest
-hashes of document, piece and position. Every site thus keeps the same tokens, independent of batching, and two samples
-merge into the sample of their union.
+hashes of document, piece (one context of a long document) and position. Every site thus keeps the same tokens,
+independent of batching, and two samples merge into the sample of their union.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class TokenSample:
     """Collector of projected head outputs at a sample of tokens.
 
     Args:
-        projections: matrices [heads, value_dim, any] by (name, kind) of the sites to sample, one per head of the site
-            or per entry of `heads`.
+        projections: matrices [heads, value_dim, out_dim] by the (name, kind) of the sites to sample: one per head that
+            is sampled.
         tokens: maximum number of tokens in the sample.
-        heads: subset of heads by site; all by default.
+        heads: heads to sample, by the (name, kind) of the site; all by default.
         seed: seed of the sample.
     """
 
@@ -43,12 +43,12 @@ class TokenSample:
     name: str = "token_sample"
 
     def empty(self, site: AttentionSite, device: torch.device) -> SiteSample | None:
-        place = (site.name, site.kind)
-        if place not in self.projections:
+        site_key = (site.name, site.kind)
+        if site_key not in self.projections:
             return None
-        matrices = self.projections[place].detach().to(device, torch.float32)
+        matrices = self.projections[site_key].detach().to(device, torch.float32)
         values = torch.zeros(0, matrices.shape[0], matrices.shape[2], device=device)
-        return SiteSample(self, place, matrices, torch.zeros(0, dtype=torch.int64, device=device), values)
+        return SiteSample(self, site_key, matrices, torch.zeros(0, dtype=torch.int64, device=device), values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +56,10 @@ class SiteSample:
     """Projected head outputs of one site at the sampled tokens, sorted by token hash."""
 
     sample: TokenSample
-    place: tuple[str, str]
+    site_key: tuple[str, str]  # (name, kind) of the site
     matrices: Tensor
     hashes: Tensor  # [tokens] int64, ascending
-    values: Tensor  # [tokens, heads, any]
+    values: Tensor  # [tokens, heads, out_dim]
 
     def update(self, attended: Attended, non_padding: Tensor | None, metadata: BatchMetadata) -> Self:
         output = attended.result.output.detach()
@@ -72,7 +72,7 @@ class SiteSample:
         if not dim:
             return self  # only the weights are available
         counted = counted_rows(exclude_padding(attended, non_padding))
-        chosen = self.sample.heads.get(self.place)
+        chosen = self.sample.heads.get(self.site_key)
         outputs = output if chosen is None else torch.stack([output[:, head] for head in chosen], 1)
         hashes = torch.where(counted, token_hashes(metadata, counted, self.sample.seed), _PADDING_HASH).flatten()
         # Only tokens that may enter the sample are projected; padding rows have the largest hash.
@@ -86,17 +86,17 @@ class SiteSample:
         merged, order = torch.cat([self.hashes, hashes]).sort(stable=True)
         selected = order[: self.sample.tokens]
         joined = torch.cat([self.values, values])[selected]
-        return type(self)(self.sample, self.place, self.matrices, merged[: self.sample.tokens], joined)
+        return type(self)(self.sample, self.site_key, self.matrices, merged[: self.sample.tokens], joined)
 
     def merge(self, other: Self) -> Self:
         device = self.hashes.device
         return self._joined(other.hashes.to(device), other.values.to(device))
 
     def rows(self) -> Tensor:
-        """Return the values at the sampled tokens, float64 [tokens, heads, any] on the CPU."""
+        """Return the values at the sampled tokens, float64 [tokens, heads, out_dim] on the CPU."""
         return self.values[: int((self.hashes != _PADDING_HASH).sum())].double().cpu()
 
-    def tokens(self) -> Tensor:
+    def token_hashes(self) -> Tensor:
         """Return the hashes of the sampled tokens, ascending, on the CPU."""
         return self.hashes[self.hashes != _PADDING_HASH].cpu()
 
@@ -104,7 +104,7 @@ class SiteSample:
         return {"hashes": self.hashes, "values": self.values}
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        return type(self)(self.sample, self.place, self.matrices, state["hashes"], state["values"])
+        return type(self)(self.sample, self.site_key, self.matrices, state["hashes"], state["values"])
 
 
 def token_hashes(metadata: BatchMetadata, counted: Tensor, seed: int) -> Tensor:
@@ -116,6 +116,7 @@ def token_hashes(metadata: BatchMetadata, counted: Tensor, seed: int) -> Tensor:
     documents = metadata.documents.to(counted.device, torch.int64, non_blocking=True)
     pieces = torch.zeros_like(documents) if metadata.pieces is None else metadata.pieces.to(documents)
     hashed = _splitmix(_splitmix(_splitmix(documents + seed) + pieces)[:, None] + counted.cumsum(-1))
+    # A negative hash x becomes -(x + 1): `abs` of the smallest int64 is negative.
     return hashed.clamp_min(0) + torch.where(hashed < 0, -(hashed + 1), 0)
 
 

@@ -28,7 +28,7 @@ from polyhead.surgery.storage.loading import load_record
 from polyhead.surgery.storage.saving import SavedModel, save
 from polyhead.surgery.storage.side_files import SideFiles
 
-# By model in memory: the fingerprints after its edits that were not undone, and their results.
+# For each model in memory, the edits that are in effect, in order: the fingerprint after the edit, and its result.
 _RESULTS: WeakKeyDictionary[nn.Module, list[tuple[str, ReferenceType[EditedModel]]]] = WeakKeyDictionary()
 
 
@@ -37,10 +37,11 @@ class AttentionSwitch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        every = [config for outer in configs if hasattr(outer, "sub_configs") for _, config in configs_of(outer)]
+        module_configs = [getattr(module, "config", None) for module in model.modules()]
+        outer_configs = [config for config in module_configs if hasattr(config, "sub_configs")]
+        configs = [config for outer in outer_configs for _, config in configs_of(outer)]
         # The private attribute: the public setter also changes other configs.
-        self._before = [(config, config._attn_implementation_internal) for config in every]
+        self._before = [(config, config._attn_implementation_internal) for config in configs]
 
     def to_polyhead(self) -> None:
         """Switch the model to polyhead's attention."""
@@ -77,7 +78,7 @@ class EditedModel:
 
     `quality` is measured on `held_out_tokens` tokens that did not calibrate the edit; None if there were none. `metric`
     is "perplexity", of causal models, or "fidelity", the mean cosine of final hidden states with those of the original;
-    `original` is its value before the edit, and `not_compensated` that of pruned heads before compensation.
+    `original` is its value before the edit, and `not_compensated` that of the pruned model without compensation.
     `compensation` names how pruned heads were compensated for. With a test text, `calibration_original` is the
     perplexity of the original model on the text that calibrated the edit.
     """
@@ -98,18 +99,18 @@ class EditedModel:
     compensation: str = ""
     calibration_original: float | None = None
     attention: AttentionSwitch | None = None
-    _follows: EditedModel | None = field(init=False, repr=False, default=None)  # result of the edit before, in memory
-    _was_edited: bool = field(init=False, repr=False, default=False)  # whether the original was, in memory or before
+    _previous: EditedModel | None = field(init=False, repr=False, default=None)  # result of the previous edit in memory
+    _was_edited: bool = field(init=False, repr=False, default=False)  # whether the model had been edited before
 
     def __post_init__(self) -> None:
-        """Find the result of the edit in memory that this one follows."""
+        """Register this edit, and find the result of the previous edit of the model in memory."""
         if self.record is None:
             return
         earlier = _RESULTS.get(self.model, [])
-        while earlier and earlier[-1][0] != self.record.before:  # undone, or of weights that have changed since
+        while earlier and earlier[-1][0] != self.record.before:  # edits undone, or weights changed since
             earlier = earlier[:-1]
         _RESULTS[self.model] = [*earlier, (self.record.after, ref(self))]
-        object.__setattr__(self, "_follows", earlier[-1][1]() if earlier else None)
+        object.__setattr__(self, "_previous", earlier[-1][1]() if earlier else None)
         before = {layer.path: layer.origins for layer in self.record.layers}
         has_edited_heads = not all(x.is_unedited for x in {**head_origins(self.model), **before}.values())
         object.__setattr__(self, "_was_edited", bool(earlier) or has_edited_heads)
@@ -136,11 +137,11 @@ class EditedModel:
 
     @property
     def undo_caveat(self) -> str:
-        """Why the saved record reverts these edits but not earlier ones of the original; empty if it reverts all."""
+        """The reason why the saved record does not revert edits made before this one; empty if it reverts all."""
         if isinstance(self._earlier, str):
             return self._earlier
         if self._earlier is None or self._earlier.after == self._record().before:
-            return "" if self._follows is None else self._follows.undo_caveat
+            return "" if self._previous is None else self._previous.undo_caveat
         return "the weights were loaded in another dtype than they were saved in, or changed since"
 
     def _record(self) -> EditRecord:
@@ -163,9 +164,10 @@ class EditedModel:
 
     @property
     def _side_files(self) -> Any:
-        """Files and tokenizer that `save` copies: those of the original's folder, but the tokenizer that was passed.
+        """Source of the tokenizer and other files that `save` copies: the folder of the original, if there is one.
 
-        A tokenizer is passed with a model in memory alone; one like that of the folder is copied byte for byte.
+        A tokenizer that was passed with a model in memory replaces that of the folder, unless the two are equal: then
+        the files of the folder are copied byte for byte.
         """
         tokenizer = self.loaded.tokenizer
         if self._folder is None:
@@ -175,9 +177,9 @@ class EditedModel:
 
     @cached_property
     def _earlier(self) -> EditRecord | str | None:
-        """Record of earlier edits of the original, or why it cannot be read; None if it was not edited."""
-        if self._follows is not None:
-            return self._follows._whole_record
+        """Record of the edits before this one, or why it cannot be read; None if there were none."""
+        if self._previous is not None:
+            return self._previous._whole_record
         try:
             saved = None if self._folder is None else load_record(self._folder)
         except CheckpointError as error:

@@ -80,7 +80,7 @@ def read_hf_config(
     defaults, refusal = ({}, None) if complete else filled_fields(text_config, family_name)
     fields = Fields(text_config, defaults, by_transformers, refusal)
     family = FAMILIES.get(family_name)
-    _refuse_encoder_decoder(fields.quietly("is_encoder_decoder"), family_name)
+    _refuse_encoder_decoder(fields.or_unreported_default("is_encoder_decoder"), family_name)
     check_refused(fields)
     layers = fields.size("number of layers", *LAYERS)
     known = family is not None
@@ -113,33 +113,36 @@ def read_hf_config(
     return layout.with_parameters(built_parameters(text_config, family_name, causal=layout.is_causal))
 
 
-def _layers(fields: Fields, family: Family, name: str, layers: int, notes: list[str]) -> list[AttentionConfig]:
-    """Return the config of each layer with softmax attention."""
+def _layers(fields: Fields, family: Family, family_name: str, layers: int, notes: list[str]) -> list[AttentionConfig]:
+    """Return the config of each layer with softmax attention; append to `notes` what was not counted."""
     if fields.find("kv_lora_rank") is not None:
-        if not all(_listed_rotary(fields, name, layers)):
+        if not all(_listed_rotary(fields, family_name, layers)):
             raise OptionError(
-                f"all latent attention layers must have RoPE, got a {name} config with layers without it; plan layouts "
-                "of their own for these"
+                f"all latent attention layers must have RoPE, got a {family_name} config with layers without it; plan "
+                "layouts of their own for these"
             )
         return [_latent(fields, family)] * layers
     if family.latent:
         raise OptionError(f"latent attention needs {', '.join(LATENT)}, got a config without kv_lora_rank")
     windows = _windows(fields, family, layers, notes)
-    rotary = _rotary_layers(fields, family, name, windows, layers)
-    kinds = [(window, index in rotary) for index, window in windows.items()]
-    configs = {kind: _multi_head(fields, replace(family, rotary=kind[1]), kind[0]) for kind in dict.fromkeys(kinds)}
-    return [configs[kind] for kind in kinds]
+    rotary = _rotary_layers(fields, family, family_name, windows, layers)
+    variants = [(window, index in rotary) for index, window in windows.items()]
+    configs = {
+        (window, has_rope): _multi_head(fields, replace(family, rotary=has_rope), window)
+        for window, has_rope in dict.fromkeys(variants)
+    }
+    return [configs[variant] for variant in variants]
 
 
-def _listed_rotary(fields: Fields, name: str, layers: int) -> list[bool]:
-    """Return whether each layer has RoPE by the config's list of such layers; all do without a list."""
+def _listed_rotary(fields: Fields, family_name: str, layers: int) -> list[bool]:
+    """Return, for each layer, whether the config lists it as one with RoPE; True for all without a list."""
     for field in ROPE_LISTS:
-        listed = fields.quietly(field)
+        listed = fields.or_unreported_default(field)
         if listed is None:
             continue
         _check_entries(field, listed, layers)
         return [bool(x) for x in listed]
-    if name == "smollm3":
+    if family_name == "smollm3":
         raise OptionError(
             "a smollm3 config must contain no_rope_layers (1 for each layer with RoPE, otherwise 0), got none; add it, "
             "or install transformers, which supplies the default"
@@ -154,17 +157,18 @@ def _check_entries(field: str, listed: Any, layers: int) -> None:
 
 
 def _rotary_layers(
-    fields: Fields, family: Family, name: str, windows: Mapping[int, int | None], layers: int
+    fields: Fields, family: Family, family_name: str, windows: Mapping[int, int | None], layers: int
 ) -> set[int]:
     """Return the indices of the layers with RoPE."""
-    if not family.rotary or fields.quietly("alibi"):
+    if not family.rotary or fields.or_unreported_default("alibi"):
         return set()
-    rotary = {index for index, listed in enumerate(_listed_rotary(fields, name, layers)) if listed}
-    if name in WINDOWED_ROPE and (name.startswith("cohere") or any(windows.values())):
+    rotary = {index for index, listed in enumerate(_listed_rotary(fields, family_name, layers)) if listed}
+    # Only layers with a window have RoPE; if no layer has a window, all have it, except in Cohere 2.
+    if family_name in WINDOWED_ROPE and (family_name.startswith("cohere") or any(windows.values())):
         rotary &= {index for index, window in windows.items() if window is not None}
-        if fields.quietly("prefix_dense_sliding_window_pattern") == 1:  # of Cohere 2 MoE
-            kinds = fields.quietly("mlp_layer_types") or ()
-            rotary |= {index for index, kind in enumerate(kinds) if kind == "dense"}
+        if fields.or_unreported_default("prefix_dense_sliding_window_pattern") == 1:  # of Cohere 2 MoE
+            mlp_types = fields.or_unreported_default("mlp_layer_types") or ()
+            rotary |= {index for index, mlp_type in enumerate(mlp_types) if mlp_type == "dense"}
     return rotary
 
 
@@ -193,14 +197,17 @@ def _positions(fields: Fields, family: Family, head_dim: int, layer_type: str) -
     """Return RoPE of all or of the first channels of a head, an even number as in transformers; None without RoPE."""
     if not family.rotary or head_dim % 2 or not fields.has_rope(layer_type):
         return None
-    share = fields.rotary_share(layer_type)
-    if share is None and family.is_rotary_partial and not fields.defaults and ROTARY_DIM not in fields.content:
+    share_or_dim = fields.rotary_share(layer_type)  # a float is a share, an int a number of channels
+    if share_or_dim is None and family.is_rotary_partial and not fields.defaults and ROTARY_DIM not in fields.content:
         raise OptionError(
             "a config of this model must set the share or number of channels that RoPE rotates "
             f"({', '.join(ROTARY_SHARE[:2])} or {ROTARY_DIM}), got none of them; add it, or install transformers, "
             "which supplies the default"
         )
-    rotated = head_dim if share is None else int(head_dim * share) if isinstance(share, float) else share
+    if share_or_dim is None:
+        rotated = head_dim
+    else:
+        rotated = int(head_dim * share_or_dim) if isinstance(share_or_dim, float) else share_or_dim
     rotated += rotated % 2
     return RotaryConfig(rotary_dim=min(rotated, head_dim)) if rotated else None
 
@@ -255,8 +262,8 @@ def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> d
     if fields.or_default("use_sliding_window") is False:
         window = None
     window = checked_size("sliding_window", window) if window else None
-    kinds = fields.or_default("layer_types")
-    if kinds is None:
+    layer_types = fields.or_default("layer_types")
+    if layer_types is None:
         # Qwen uses a window in layers from max_window_layers on; other families in all layers or in none.
         num_full = fields.or_default("max_window_layers") or 0
         num_full = checked_size("max_window_layers", num_full) if num_full else 0
@@ -267,9 +274,9 @@ def _windows(fields: Fields, family: Family, layers: int, notes: list[str]) -> d
                 "install transformers, which supplies it for this family, or add it"
             )
         return {index: None if index < num_full else window for index in range(layers)}
-    _check_entries("layer_types", kinds, layers)
-    softmax = {index: kind for index, kind in enumerate(kinds) if kind in (_FULL, _WINDOWED)}
-    others = sorted({str(kind) for kind in kinds} - {_FULL, _WINDOWED})
+    _check_entries("layer_types", layer_types, layers)
+    softmax = {index: kind for index, kind in enumerate(layer_types) if kind in (_FULL, _WINDOWED)}
+    others = sorted({str(kind) for kind in layer_types} - {_FULL, _WINDOWED})
     unknown = [kind for kind in others if kind not in ("linear_attention", "mamba", "recurrent", "conv")]
     if unknown or not softmax:
         raise OptionError(f"layer_types must contain {_FULL} or {_WINDOWED}, got {', '.join(unknown or others)}")
@@ -326,30 +333,34 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 
 def _is_causal(fields: Fields, family: Family) -> bool:
-    """Return whether a model of a known family is causal; in these, `use_bidirectional_attention` is a boolean."""
-    if fields.quietly("use_bidirectional_attention"):
+    """Return whether a model of a known family is causal.
+
+    `use_bidirectional_attention` is a boolean in these families (elsewhere it may be "all"), and `family.causal` a
+    constant or the name of a field.
+    """
+    if fields.or_unreported_default("use_bidirectional_attention"):
         return False
-    return bool(fields.quietly(family.causal)) if isinstance(family.causal, str) else family.causal
+    return bool(fields.or_unreported_default(family.causal)) if isinstance(family.causal, str) else family.causal
 
 
-def _unknown_family(fields: Fields, name: str, causal: bool | None) -> Family:
-    """Return what the config implies of a family that is not in `FAMILIES`; raise if it does not imply the mask."""
+def _unknown_family(fields: Fields, family_name: str, causal: bool | None) -> Family:
+    """Return what the config of a family that is not in `FAMILIES` implies; raise if it does not imply the mask."""
     if causal is None:
         architectures = " ".join(map(str, fields.content.get("architectures") or ()))
-        if fields.quietly("use_bidirectional_attention") in (True, "all"):
+        if fields.or_unreported_default("use_bidirectional_attention") in (True, "all"):
             causal = False
         elif fields.find("is_decoder") or "CausalLM" in architectures or "LMHeadModel" in architectures:
             causal = True
         elif "MaskedLM" in architectures:
             causal = False
         else:
-            source = f"of {name}" if name else "without model_type"
+            source = f"of {family_name}" if family_name else "without model_type"
             raise OptionError(
                 f"a config must imply whether attention is causal, got a config {source} that does not; "
                 "pass --causal or --bidirectional (causal=...)"
             )
     names = {**fields.defaults, **fields.content}
-    kind = fields.quietly("position_embedding_type")
+    kind = fields.or_unreported_default("position_embedding_type")
     is_rotary = any("rope" in key or "rotary" in key for key in names)
     if "position_embedding_type" in names:
         is_rotary = kind in ("rope", "rotary")

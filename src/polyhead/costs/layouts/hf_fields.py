@@ -99,8 +99,8 @@ class Fields:
                 return self.defaults[name]
         return None
 
-    def quietly(self, name: str) -> Any:
-        """Return the value of one field or its default, without recording the default in `filled`."""
+    def or_unreported_default(self, name: str) -> Any:
+        """Return the value in the config, or the default without recording it in `filled`, which notes report."""
         self.read.add(name)
         value = self.content.get(name)
         return self.defaults.get(name) if value is None else value
@@ -168,7 +168,7 @@ class Fields:
 
 def check_refused(fields: Fields) -> None:
     for name, what in _REFUSED.items():
-        value = fields.quietly(name)
+        value = fields.or_unreported_default(name)
         if value:
             source = "" if fields.content.get(name) is not None else ", the default of transformers for this family"
             raise OptionError(f"{name} means {what}, which is not supported; got {name}={_short(value)}{source}")

@@ -21,8 +21,8 @@ from polyhead.sources import packaged
 from polyhead.sources.config_sizes import CONFIG_BYTES
 
 EDITS_FILE = "polyhead.json"  # next to the config.json of a model with edited heads
-# Replaces the config's own KV heads where the layout of an edited layer does not state any.
-_DEFAULT_KV_HEADS = dict.fromkeys(("num_kv_heads", "key_heads"))
+# An edited layer without these fields has as many KV heads as query heads, whatever the config has.
+_MULTI_HEAD = dict.fromkeys(("num_kv_heads", "key_heads"))
 
 
 def read_layout(
@@ -34,8 +34,9 @@ def read_layout(
     """Read the head layout of a model; only its config is read, and no remote code is run.
 
     Args:
-        source: an `AttentionConfig`; a dictionary or JSON file of one or of a Hugging Face config; a folder with a
-            config.json; a name in `KNOWN`, tiny, minilm, smollm2, or a model on the hub or in its cache.
+        source: an `AttentionConfig`; a dictionary or JSON file of one, of a Hugging Face config or of a `ModelLayout`;
+            a folder with a config.json; a GGUF file; a name in `KNOWN`, tiny, minilm or smollm2; a model on the hub or
+            in its cache.
         layers: number of layers, for a polyhead config, which describes a single layer; default 1.
         causal: whether attention is causal; required if a Hugging Face config does not imply it. A value other than
             that of the config overrides it, with a note.
@@ -125,7 +126,7 @@ def _of_fields(
 
 
 def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
-    """Return the model, read layer by layer, with the heads of its edited layers."""
+    """Return an edited model with the heads that `file` lists, if it is saved uneven; `model` has a group per layer."""
     content = _read_json(file)
     form, edited = content.get("form"), content.get("layers")
     configs = [group.config for group in model.groups for _ in range(group.layers)]
@@ -145,7 +146,7 @@ def _with_edits(model: ModelLayout, file: Path) -> ModelLayout:
             "layouts of its layers separately"
         )
     with refusing(file, f"{EDITS_FILE} must list the heads of an edited model"):
-        layouts = [{**_DEFAULT_KV_HEADS, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
+        layouts = [{**_MULTI_HEAD, **HeadLayout.from_dict(sizes).to_dict()} for sizes in edited.values()]
         edited_configs = (replace(config, **sizes) for config, sizes in zip(multi_head, layouts, strict=True))
         return replace(model, groups=grouped(edited_configs))
 

@@ -29,7 +29,7 @@ def describe(device: torch.device, known_commit: str | None = None) -> dict[str,
         "versions": {
             "polyhead": VERSION,
             "python": platform.python_version(),
-            "torch": str(torch.__version__),  # with the build, which the package's metadata may lack
+            "torch": str(torch.__version__),  # with the build, such as +cpu, which the metadata may lack
             **{name: version(name) for name in ("triton", "numpy", "x-transformers")},
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
@@ -67,10 +67,11 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the source, marked if the tree differs from it; None outside a repository."""
+    """Return the commit of the source, with the suffix -modified if the tree differs; None outside a repository."""
     # An installed package may be inside another repository, which does not track it.
     if not _output("git", "ls-files", "--error-unmatch", "__init__.py"):
         return None
+    # Results also depend on the scripts in benchmarks/.
     changed = _output("git", "status", "--porcelain", "--", ".", ":(top,glob)benchmarks/**/*.py")
     return _output("git", "rev-parse", "HEAD") + ("-modified" if changed else "")
 

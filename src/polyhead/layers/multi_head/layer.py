@@ -17,9 +17,9 @@ class MultiHeadAttention(SeparateHeads):
         output = Concat(head_1 .. head_h) W_O
 
     with Y = X in self-attention, and g(i) the KV head that head i reads: i itself in multi-head attention (Vaswani et
-    al. 2017, "Attention Is All You Need"), 1 in multi-query (Shazeer 2019, "Fast Transformer Decoding: One Write-Head
-    Is All You Need"), one per group in grouped-query (Ainslie et al. 2023, "GQA: Training Generalized Multi-Query
-    Transformer Models from Multi-Head Checkpoints"), any with `key_heads`.
+    al. 2017, "Attention Is All You Need"), the only one in multi-query (Shazeer 2019, "Fast Transformer Decoding: One
+    Write-Head Is All You Need"), that of its group in grouped-query (Ainslie et al. 2023, "GQA: Training Generalized
+    Multi-Query Transformer Models from Multi-Head Checkpoints"), any with `key_heads`.
 
     Args:
         embed_dim: width of the queries' input and of the output.
@@ -33,7 +33,8 @@ class MultiHeadAttention(SeparateHeads):
         bias: whether the query, key and value projections have a bias.
         output_bias: whether the output projection has one; same as `bias` by default.
         positions: a module of `polyhead.layers.positions` (Rotary, ALiBi, T5Bias, Sinusoidal, Learned, ...).
-        causal, window: mask of the layer, combined with the one passed to `forward`.
+        causal, window: causal mask and sliding window (in keys) of the layer, combined with the mask passed to
+            `forward`.
         qk_norm: "rms" or "layer" normalises each head's queries and keys.
         output_gate: "head" (one factor per head) or "channel" multiplies the heads' outputs by sigmoid(X Wg + b), as in
             Qiu et al. 2025, "Gated Attention for Large Language Models".
@@ -54,7 +55,7 @@ class MultiHeadAttention(SeparateHeads):
     (torch.Size([512, 64]), torch.Size([64, 512]))
     """
 
-    _may_be_plain = True
+    _may_be_plain = True  # `forward_plain` computes the same, where no option rules it out
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> Self:

@@ -24,7 +24,7 @@ class Positions(nn.Module, ABC):
     """Base class of position modules; a layer tests `isinstance` for one of the three kinds below."""
 
     kind: ClassVar[str]  # for error messages
-    size: ClassVar[str]  # field of `HeadLayout` that the module is built with
+    size: ClassVar[str]  # name of the size it is built with: an attribute of the module and of `HeadLayout`
 
     def check(self, layout: HeadLayout) -> None:
         """Raise a ShapeError unless the module was built for the layer's heads.
@@ -41,9 +41,9 @@ class Positions(nn.Module, ABC):
 
 
 class Rotation(NamedTuple):
-    """Rotation of a block of tokens: cos and signed sin.
+    """Rotation of a block of tokens: cos and signed sin, so that a rotated channel is x * cos + partner * sin.
 
-    Both are [sequence, rotary_dim] or [batch, 1, sequence, rotary_dim].
+    The partner is the other channel of its pair. Both are [sequence, rotary_dim] or [batch, 1, sequence, rotary_dim].
     """
 
     cos: Tensor
@@ -94,7 +94,7 @@ class RotatesHeads(Positions):
 
 
 class BiasesLogits(Positions):
-    """Base of positions that add a bias to the logits, returned as a Mask."""
+    """Base of positions that add a bias to the logits; `forward` of a subclass returns it as a Mask."""
 
     kind = "position biases"
     size = "num_heads"

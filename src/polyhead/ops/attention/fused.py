@@ -95,7 +95,7 @@ def _is_decode(request: AttentionRequest, needs_grad: bool) -> bool:
 
 
 def _decode(request: AttentionRequest) -> AttentionOutput:
-    """Run the decode kernels, which keep non-finite keys from rows that do not see them by themselves."""
+    """Run the decode kernels, which keep non-finite keys from rows that do not see them: no cleaning is needed."""
     visibility, requested = request.visibility, request.statistics
     scale, head_scale = (1.0, request.scale) if isinstance(request.scale, Tensor) else (request.scale, None)
     options: dict[str, Any] = {"softcap": request.softcap, "sinks": request.sinks}
@@ -113,7 +113,7 @@ def _decode(request: AttentionRequest) -> AttentionOutput:
 def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool, clean: bool = True) -> KernelCall:
     """Return a request as kernels take it: non-finite keys and values replaced, if `clean`, and the mask packed.
 
-    `for_columns`: as in `pack`, for the backward.
+    `for_columns`: as in `pack`; True if the backward will run.
     """
     key, value, visibility, requested = request.key, request.value, request.visibility, request.statistics
     if visibility is None:
@@ -138,7 +138,8 @@ def as_call(request: AttentionRequest, query: Tensor, *, for_columns: bool, clea
 def compute(call: KernelCall, *, finite: bool = True) -> list[Tensor]:
     """Return output, log-sum-exp and the statistics in the order of their names, from the fastest suitable kernel.
 
-    `finite`: as in `forward_hopper.forward`, whose kernel alone supports False.
+    `finite=False` is supported by the Hopper kernel only: keys and values may be non-finite and were not replaced, so
+    that the rows concerned are recomputed; see `forward_hopper.forward`.
     """
     query, key, value = call.query, call.key, call.value
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
@@ -163,7 +164,8 @@ def compute(call: KernelCall, *, finite: bool = True) -> list[Tensor]:
 def _hopper_names(call: KernelCall) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the statistics that the Hopper kernel and a separate one compute; None if another kernel must run.
 
-    Masses of a few keys are not computed in the loop of that kernel, and cost almost nothing in a separate one.
+    The weights on a few keys (`local_mass.STATISTICS`) are not computed in the loop of that kernel, and cost almost
+    nothing in a separate one.
     """
     if not (call.is_plain and call.scale > 0 and has_hopper_kernels(call.query.device)):
         return None
@@ -176,7 +178,7 @@ def _hopper_names(call: KernelCall) -> tuple[tuple[str, ...], tuple[str, ...]] |
 
 
 def hopper_call(request: AttentionRequest) -> KernelCall | None:
-    """Return the call of a request without gradients that the Hopper kernel computes alone; None for any other."""
+    """Return the call of a request without gradients if the Hopper kernel computes its output and all statistics."""
     if _is_decode(request, needs_grad=False):
         return None
     call = _hopper_call(request)
@@ -184,7 +186,10 @@ def hopper_call(request: AttentionRequest) -> KernelCall | None:
 
 
 def _hopper_call(request: AttentionRequest) -> KernelCall | None:
-    """Return the call of a request with its keys and values as they are, if the Hopper kernel computes it."""
+    """Return the call if the Hopper kernel computes its output; non-finite keys and values are not replaced.
+
+    A second kernel may compute some of the statistics, unlike in `hopper_call`.
+    """
     visibility = request.visibility
     if not has_hopper_kernels(request.query.device) or not (visibility is None or visibility.is_band):
         return None
@@ -236,8 +241,9 @@ _Attention = kernel_call.eager_function("_Attention", compute, _run_backward)
 def attend_under_band(call: KernelCall, *, finite: bool) -> AttentionOutput:
     """Run the Hopper kernel, with gradients, for a call that `hopper_call` returns.
 
-    `finite`: keys and values are known to be finite. At small sizes the host takes longer than the kernels, and a node
-    of few arguments takes less of its time than that of the operator.
+    `finite`: keys and values are known to be finite, or there is no mask, so that they need not be replaced. At small
+    sizes the host takes longer than the kernels, and an autograd node with few arguments takes less host time than the
+    operator.
     """
     results = _BandAttention.apply(call.query, call.key, call.value, call, finite)
     return as_output(results, call.names)

@@ -60,6 +60,7 @@ def check_topk(topk: int) -> None:
 
 
 def as_grid(block_map: BlockMap | tuple[int, int] | None) -> BlockMap | None:
+    """Return the option `block_map` as a BlockMap; a tuple is the size of a block."""
     if block_map is None or isinstance(block_map, BlockMap):
         return block_map
     if isinstance(block_map, tuple):
@@ -71,6 +72,7 @@ def as_grid(block_map: BlockMap | tuple[int, int] | None) -> BlockMap | None:
 
 
 def as_window(name: str, span: Span | None, size: int) -> Span:
+    """Return the option `rows` or `columns`, (first, one past the last), of `size` tokens; None is all of them."""
     if span is None:
         return 0, size
     integers = isinstance(span, tuple) and all(isinstance(x, int) and not isinstance(x, bool) for x in span)
@@ -82,6 +84,7 @@ def as_window(name: str, span: Span | None, size: int) -> Span:
 
 
 def _integers(name: str, values: object) -> Tensor:
+    """Return the values as an integer or boolean tensor."""
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -94,7 +97,10 @@ def _integers(name: str, values: object) -> Tensor:
 
 
 def _check_range(name: str, index: Tensor, first: int, last: int) -> None:
-    """Check indices on the CPU; those on a device are not checked, to avoid a synchronisation."""
+    """Check that indices are at least `first` and below `last`, if they are on the CPU.
+
+    Those on a device are not checked, to avoid a synchronisation.
+    """
     if index.device.type != "cpu" or not index.numel():
         return
     low, high = int(index.min()), int(index.max())

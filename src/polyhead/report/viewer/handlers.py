@@ -1,4 +1,7 @@
-"""Handlers of the viewer's routes: validate a request against the model and its texts, and return its computation."""
+"""Handlers of the viewer's routes: validate a request against the model and its texts, and return its computation.
+
+The computations are the methods of `Viewer` of the same names, with their docstrings.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ class RequestHandlers:
         return lambda job: self.viewer.trace(job, slot, text, ablated)
 
     def retrace(self, fields: RequestFields) -> Work:
-        before, ablated = self._trace(fields), fields.heads("ablated", self.viewer.head_counts)
-        return lambda job: self.viewer.retrace(job, before, ablated)
+        trace, ablated = self._trace(fields), fields.heads("ablated", self.viewer.head_counts)
+        return lambda job: self.viewer.retrace(job, trace, ablated)
 
     def close(self, fields: RequestFields) -> Work:
         slot = fields.choice("slot", SLOTS)
         return lambda job: self.viewer.close(job, slot)
 
     def step(self, fields: RequestFields) -> Work:
-        before = self._trace(fields)
+        trace = self._trace(fields)
         token = fields.integer("token", 0, MAX_SAFE_INTEGER, None)
-        return lambda job: self.viewer.step(job, before, token)
+        return lambda job: self.viewer.step(job, trace, token)
 
     def undo(self, fields: RequestFields) -> Work:
-        before = self._trace(fields)
-        return lambda job: self.viewer.undo(job, before)
+        trace = self._trace(fields)
+        return lambda job: self.viewer.undo(job, trace)
 
     # ---- outputs
 
@@ -71,8 +74,8 @@ class RequestHandlers:
     def tile(self, fields: RequestFields) -> Work | Message:
         head, pool = self._head(fields), fields.choice("pool", POOLS, "sum")
         level, row, column = (fields.integer(name, 0, MAX_SAFE_INTEGER) for name in ("level", "row", "column"))
-        known = self.viewer.known_tile(head, pool, level, row, column)
-        return known if known is not None else lambda job: self.viewer.tile(job, head, pool, level, row, column)
+        cached = self.viewer.known_tile(head, pool, level, row, column)
+        return cached if cached is not None else lambda job: self.viewer.tile(job, head, pool, level, row, column)
 
     def window(self, fields: RequestFields) -> Work:
         head = self._head(fields)

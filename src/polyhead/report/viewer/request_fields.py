@@ -8,7 +8,7 @@ from typing import Any
 
 from polyhead.report.viewer.failures import RequestError, invalid
 
-TEXT_BYTES = 4 << 20  # maximum size of a text
+TEXT_BYTES = 4 << 20  # maximum size of a text, and of the request with it; also its maximum number of characters
 _MISSING = object()
 
 
@@ -60,7 +60,7 @@ class RequestFields:
         return value[0], value[1]
 
     def heads(self, name: str, sizes: Sequence[int], default: Any = _MISSING) -> Any:
-        """Return heads as pairs [layer, head]; `sizes` has the number of heads of each layer."""
+        """Return the set of heads (layer, head), or the default; `sizes` has the number of heads of each layer."""
         value = self._take(name, default)
         if value is default:
             return value

@@ -1,9 +1,13 @@
-"""Undo records: MODEL.undo beside the folder MODEL, one file named by its digest, which polyhead.json of MODEL states.
+"""Undo records: one file in the folder MODEL.undo beside MODEL, named by its digest, which is in MODEL/polyhead.json.
 
-A model and its record change together, although they are two folders: a new record is added to MODEL.undo first, then
-MODEL is renamed or exchanged atomically, which decides the record that counts, then the other record is removed, and
-the other model last. A process that is killed in between leaves the other model under a temporary name, by which the
-next write to MODEL knows that the other record is nobody's. One process at a time does this (`locked`).
+A model and its record are replaced together, although they are in two folders:
+
+1. the new record is added to MODEL.undo, beside the old one;
+2. the new model is renamed to MODEL or exchanged with it, atomically: from then on the new record is the current one;
+3. the old record is removed, then the old model, which has a temporary name since the exchange.
+
+A process that is killed in between leaves one of the two models under its temporary name. The next write to MODEL
+removes it, with its record. One process at a time does this (`locked`).
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ MANIFEST_BYTES = 1 << 26
 FILES = "polyhead-files.json"  # lists the files written to the folder, with their sizes
 # Errors of flock where it is not supported: network file systems may not lock folders.
 NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_INSIDE = "polyhead-record.safetensors"  # where earlier versions wrote the record: into the model's folder
+_OLD_RECORD = "polyhead-record.safetensors"  # name of the record in the model's own folder, in earlier versions
 
 
 def undo_folder(folder: Path) -> Path:
-    """Return the folder of a model's undo record: beside the model, or beside what a link to it leads to.
+    """Return the folder of a model's undo record, beside the model; if `folder` is a link, beside its target.
 
     >>> undo_folder(Path("/models/pruned/")).name
     'pruned.undo'
@@ -41,16 +45,19 @@ def undo_folder(folder: Path) -> Path:
 
 
 def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
-    """Check that a model's undo record may be written: nothing is there but, with `replace`, that model's own."""
-    beside = undo_folder(folder)
-    rule = f"the undo record of {folder} is written to the new folder {beside}"
-    if beside.is_symlink() or (beside.exists() and not beside.is_dir()):
+    """Check that writing a model's undo record overwrites no other model's.
+
+    The undo folder may contain records that killed writes of this model left and, with `replace`, its current record.
+    """
+    records = undo_folder(folder)
+    rule = f"the undo record of {folder} is written to the new folder {records}"
+    if records.is_symlink() or (records.exists() and not records.is_dir()):
         raise OptionError(f"{rule}, got a file or a link there; choose another folder for the model")
-    if not beside.is_dir():
+    if not records.is_dir():
         return
     digests = [*leftovers(folder).values(), recorded_digest(folder) if replace else None]
     own = [_file_name(digest) for digest in digests if digest is not None]
-    foreign = [path.name for path in beside.iterdir() if path.name not in own]
+    foreign = [path.name for path in records.iterdir() if path.name not in own]
     if foreign:
         raise OptionError(
             f"{rule}, got one that holds {min(foreign)}, which is not of the model in {folder}; choose another folder "
@@ -59,9 +66,9 @@ def check_undo_folder(folder: Path, *, replace: bool = False) -> None:
 
 
 def leftovers(folder: Path) -> dict[Path, str | None]:
-    """Return the models that killed writes of this folder left under temporary names, with their records' digests.
+    """Return the temporary folders of killed writes of this model, with the digests of their undo records.
 
-    The digest is None for a model without a record. Folders that another process is writing are left out.
+    The digest is None for a model without a record. Folders that a running process writes are left out.
     """
     real = folder.resolve()
     digests: dict[Path, str | None] = {}
@@ -109,7 +116,7 @@ def _lock(handle: int, *, wait: bool = True) -> bool:
 
 
 def check_edited(folder: Path) -> None:
-    """Raise if a folder is not that of an edited model, saved with the record of its edits."""
+    """Raise if a folder does not contain an edited model that was saved with its undo record."""
     if not folder.is_dir():
         raise OptionError(f"undo needs the folder of an edited model, got {folder}, which is no folder")
     if find_record(folder) is None:
@@ -117,19 +124,19 @@ def check_edited(folder: Path) -> None:
 
 
 def find_record(folder: Path) -> Path | None:
-    """Return the file of a model's undo record, with the content it was saved with; None if it was saved without."""
+    """Return the file of a model's undo record, after checking its digest; None if the model was saved without one."""
     digest = recorded_digest(folder)
     if digest is None:
-        inside = folder / _INSIDE
+        inside = folder / _OLD_RECORD
         return inside if inside.is_file() else None
-    beside = undo_folder(folder)
-    path = beside / _file_name(digest)
+    records = undo_folder(folder)
+    path = records / _file_name(digest)
     if not path.is_file():
-        others = sorted(x.name for x in beside.glob("*.safetensors")) if beside.is_dir() else []
+        others = sorted(x.name for x in records.glob("*.safetensors")) if records.is_dir() else []
         raise CheckpointError(
             f"the undo record of {folder} is {path}, got "
             + (f"{others[0]}, which is another model's" if others else "none")
-            + f"; if {folder} was moved or copied, put its undo folder beside it, as {beside.name}"
+            + f"; if {folder} was moved or copied, put its undo folder beside it, as {records.name}"
         )
     with refusing(path, f"the undo record of {folder} must be readable", CheckpointError):
         check_regular(path)
@@ -142,7 +149,7 @@ def find_record(folder: Path) -> Path | None:
 
 
 def recorded_digest(folder: Path) -> str | None:
-    """Return the digest of the undo record that a model was saved with; None if it has none beside it."""
+    """Return the digest of a model's undo record, from polyhead.json; None if there is no record in an undo folder."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -155,20 +162,20 @@ def recorded_digest(folder: Path) -> str | None:
 
 @dataclass(slots=True)
 class NewRecord:
-    """An undo record under a temporary name, of a model that is being written; without a digest there is none."""
+    """Undo record of a model that is being written, under a temporary name; without a digest the model has none."""
 
     model: Path
     temporary: Path
     digest: str | None = None
-    _others: tuple[str | None, ...] = ()
+    _old_digests: tuple[str | None, ...] = ()  # records of the replaced model and of `leftovers`
 
     @property
     def folder(self) -> Path:
         return undo_folder(self.model)
 
     def place(self) -> None:
-        """Put the record into its folder, beside one that is to be replaced; `locked`, right before the model."""
-        self._others = recorded_digest(self.model), *leftovers(self.model).values()
+        """Move the record into the undo folder, beside the old one; called under `locked`, right before the rename."""
+        self._old_digests = recorded_digest(self.model), *leftovers(self.model).values()
         if self.digest is not None:
             self.folder.mkdir(exist_ok=True)
             os.replace(self.temporary, self.folder / _file_name(self.digest))
@@ -176,9 +183,9 @@ class NewRecord:
                 fsync(changed)
 
     def remove_others(self) -> None:
-        """Remove the records of models that the folder does not have, or no longer; `locked`."""
+        """Remove all records but that of the model which is in the folder now; called under `locked`."""
         current = recorded_digest(self.model)
-        for digest in (*self._others, self.digest):
+        for digest in (*self._old_digests, self.digest):
             if digest is not None and digest != current:
                 (self.folder / _file_name(digest)).unlink(missing_ok=True)
         with suppress(OSError):  # it is not there, or not empty
@@ -187,12 +194,13 @@ class NewRecord:
 
 @contextmanager
 def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator[NewRecord]:
-    """Let `write` write the undo record of a model that the body saves to `folder`; None saves it without one.
+    """Write the undo record of a model that the body saves to `folder`, with `write`; None saves it without a record.
 
-    Afterwards, also if the body raised, the record of the model in the folder is there, and the other one is not.
+    The body calls `place` and `remove_others`. On exit only the record of the model in the folder remains: the new one,
+    or the old one if the body raised before the rename.
     """
-    beside = undo_folder(folder)
-    new = NewRecord(folder, beside.parent / f".{beside.name}.{secrets.token_hex(8)}")
+    records = undo_folder(folder)
+    new = NewRecord(folder, records.parent / f".{records.name}.{secrets.token_hex(8)}")
     try:
         if write is not None:
             write(new.temporary)
@@ -200,8 +208,8 @@ def new_record(folder: Path, write: Callable[[Path], object] | None) -> Iterator
         yield new
     finally:
         new.temporary.unlink(missing_ok=True)
-        if beside.parent.is_dir():
-            with locked(beside.parent):
+        if records.parent.is_dir():
+            with locked(records.parent):
                 new.remove_others()
 
 

@@ -1,8 +1,8 @@
 """A mask as kernels read it: plain numbers and tensors, None for absent terms.
 
-A kernel takes the whole tuple as one argument. Triton compiles a specialisation for each pattern of None, so that a
-mask costs only what it uses. Per-token tensors are int32 and contiguous; `stride_query` and `stride_key` are their
-batch strides, 0 where all sequences share one row.
+A kernel takes a whole `MaskArguments` as one argument. Triton compiles a specialisation for each pattern of None, so
+that a mask costs only what it uses. Per-token tensors are int32 and contiguous; `stride_query` and `stride_key` are
+their batch strides, 0 where all sequences share one row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MASK_TENSORS = (
     "allowed",
     "poison",
 )
-GAPS = 2**31 - 1  # in `full_key` and `full_query`: beyond any index
+# In `full_key` and `full_query`: some indices between the first and the last visible one are masked. Beyond any index.
+GAPS = 2**31 - 1
 _OPTIONS = ("left", "right", "sinks")  # None or a number, passed as two numbers: 0 and 0, or 1 and the number
 _NUMBERS = ("offset", "stride_query", "stride_key", "table_zero")
 # The types of `MaskArguments.flat`: bias and table may need gradients, `MASK_TENSORS` do not.
@@ -45,15 +46,17 @@ class MaskArguments(NamedTuple):
     stride_key: int = 0
     query_position: Tensor | None = None  # [batch or 1, queries]
     key_position: Tensor | None = None  # [batch or 1, keys]
-    key_ordinal: Tensor | None = None  # [batch or 1, keys]: index among the real keys of its sequence; None: j
+    key_ordinal: Tensor | None = None  # [batch or 1, keys]: index among the non-padding keys of its sequence; None: j
     query_document: Tensor | None = None  # [batch or 1, queries]: sees keys of the same document; -1 sees none
     key_document: Tensor | None = None  # [batch or 1, keys]: -2 is seen by none
-    first_key: Tensor | None = None  # [batch or 1, queries]: first key that documents and dense terms show to the query
-    last_key: Tensor | None = None  # [batch or 1, queries]: last of these keys
-    first_query: Tensor | None = None  # [batch or 1, keys]: first query that sees the key in them; backward only
-    last_query: Tensor | None = None
-    full_key: Tensor | None = None  # [batch or 1, queries]: `first_key` if the query sees all keys up to `last_key`
-    full_query: Tensor | None = None  # [batch or 1, keys]: likewise, `first_query`; both are else `GAPS`
+    # The ends of what documents and dense terms leave visible; `left` and `right` are applied in addition.
+    first_key: Tensor | None = None  # [batch or 1, queries]: first key that the query sees
+    last_key: Tensor | None = None  # [batch or 1, queries]: last key that the query sees
+    first_query: Tensor | None = None  # [batch or 1, keys]: first query that sees the key; for the backward only
+    last_query: Tensor | None = None  # [batch or 1, keys]: last query that sees the key; for the backward only
+    # `first_key` or `first_query` where everything up to the last one is visible too, `GAPS` where it is not.
+    full_key: Tensor | None = None  # [batch or 1, queries]
+    full_query: Tensor | None = None  # [batch or 1, keys]; for the backward only
     allowed: Tensor | None = None  # boolean [batch or 1, heads or 1, queries or 1, keys], with its strides (0: shared)
     allowed_batch: int = 0
     allowed_head: int = 0
@@ -68,19 +71,19 @@ class MaskArguments(NamedTuple):
     table_head: int = 0  # stride of heads, 0: shared
     table_zero: int = 0  # column of distance 0
     table_width: int = 0
-    poison: Tensor | None = None  # [batch, kv_heads, keys], contiguous: NaN at non-finite keys, which were replaced
+    poison: Tensor | None = None  # [batch, kv_heads, keys], contiguous: NaN at replaced non-finite keys, else 0
 
     @property
     def is_band(self) -> bool:
         """True if the mask is only a causal or sliding-window band, the same for all sequences and heads.
 
-        It has no attention sinks, unlike a `Visibility.is_band`.
+        Unlike with `Visibility.is_band`, attention sinks (`sinks`) are not part of a band here.
         """
         terms = (self.sinks, self.query_position, self.query_document, self.allowed, self.bias, self.table)
         return all(x is None for x in terms)
 
     def with_dense(self, *, bias: Tensor | None, table: Tensor | None) -> MaskArguments:
-        """Return a copy with this bias and table, and with the strides and sizes of all dense terms."""
+        """Return a copy with this bias and table, and with the strides and sizes of `allowed`, bias and table."""
         fields: dict[str, Any] = {}
         for name, x in (("allowed", self.allowed), ("bias", bias)):
             if x is not None:
