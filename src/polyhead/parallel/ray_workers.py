@@ -24,6 +24,7 @@ from polyhead.parallel.worker_rules import SECONDS, check_same, check_seconds
 
 ATTEMPTS = 3  # of a task whose worker is killed
 _POLL_SECONDS = 1.0  # between two questions for the progress of a worker
+_PLACE_SECONDS = 10.0  # maximum wait for the place of a worker that has answered already
 
 
 def check_ray() -> None:
@@ -241,7 +242,7 @@ class RayWorkers:
         cause = getattr(error, "cause", None)
         if isinstance(error, self._ray.exceptions.RayTaskError):
             said = str(cause) if isinstance(cause, PolyheadError) else f"it ended with {in_one_line(cause or error)}"
-            raise CommunicationError(f"{self._name(worker)}: {said}") from error
+            raise CommunicationError(f"{self._name(worker, _PLACE_SECONDS)}: {said}") from error
         task, attempts = worker.task, (worker.task.attempts if worker.is_ready else worker.attempts) + 1
         if attempts >= ATTEMPTS:
             raise CommunicationError(
@@ -255,8 +256,8 @@ class RayWorkers:
 
     def _agree(self, worker: _Worker, facts: Mapping[str, Any]) -> None:
         if self.facts is None:
-            self.facts, self._first = facts, self._name(worker)
-        check_same(self.facts, facts, self._first, self._name(worker), "worker")
+            self.facts, self._first = facts, self._name(worker, _PLACE_SECONDS)
+        check_same(self.facts, facts, self._first, self._name(worker, _PLACE_SECONDS), "worker")
         worker.is_ready = True
 
     def _check_progress(self) -> None:
@@ -276,10 +277,11 @@ class RayWorkers:
                     f"{worker.task.name}; it hangs, or needs a longer --worker-timeout"
                 )
 
-    def _name(self, worker: _Worker) -> str:
+    def _name(self, worker: _Worker, seconds: float = 0.0) -> str:
+        """Return the number of a worker and, if it is known within so many seconds, its process and node."""
         name = f"worker {worker.number + 1} of {self.count}"
         try:
-            return f"{name} ({self._ray.get(worker.place, timeout=0)})"
+            return f"{name} ({self._ray.get(worker.place, timeout=seconds)})"
         except (self._ray.exceptions.RayError, TimeoutError):  # it has not started
             return name
 
