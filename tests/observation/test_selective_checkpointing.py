@@ -50,6 +50,7 @@ class Block(nn.Module):
 
 ATTENTIONS = {
     "polyhead": lambda: polyhead.MultiHeadAttention(WIDTH, HEADS, causal=True),
+    "polyhead, all keys": lambda: polyhead.MultiHeadAttention(WIDTH, HEADS),
     "talking heads": lambda: TalkingHeads(WIDTH, HEADS, causal=True),
     "torch": lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
     "torch, separate projections": OtherWidths,
@@ -67,6 +68,24 @@ def gradients(model, x, saved):
     contexts = partial(create_selective_checkpoint_contexts, policy)
     loss = checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().sum()
     return torch.autograd.grad(loss, [x, *model.parameters()]), loss
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 599], ids=["one tile", "workspace"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_statistics_do_not_overwrite_results_that_are_cached(causal, tokens):
+    """Also without a session, and where the mode does not check that."""
+    torch.manual_seed(0)
+    layer = polyhead.MultiHeadAttention(WIDTH, HEADS, causal=causal).double()
+    x = torch.randn(2, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.bmm.out]
+    contexts = partial(create_selective_checkpoint_contexts, saved, allow_cache_entry_mutation=True)
+
+    def call(x):
+        return layer(x, statistics=("entropy", "mean_distance")).output.sin()
+
+    expected = torch.autograd.grad(call(x).square().sum(), [x, *layer.parameters()])
+    y = checkpoint(call, x, use_reentrant=False, context_fn=contexts)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]), expected)
 
 
 def build(name):

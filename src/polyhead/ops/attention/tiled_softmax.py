@@ -21,6 +21,7 @@ from polyhead.ops.common.request import StatisticsRequest
 from polyhead.ops.common.statistics import LINEAR, RowStatistics
 from polyhead.ops.common.tile_statistics import EXP_UNDERFLOW, RowSums, factors, magnitude
 from polyhead.ops.common.tiles import Part, Tiling, slices_of_biases
+from polyhead.ops.common.tracing import may_overwrite
 from polyhead.ops.common.validation import without_autocast
 from polyhead.ops.common.visibility import Span, Visibility
 
@@ -241,7 +242,7 @@ def _attend_rows(
         running_max = tile_max if previous_max is None else torch.maximum(previous_max, tile_max)
         row_max = _zero_if_empty(running_max)
         decay = None if previous_max is None else torch.exp(previous_max - row_max)
-        shifted = tile - row_max if torch.is_grad_enabled() else tile.sub_(row_max)
+        shifted = tile.sub_(row_max) if may_overwrite() else tile - row_max
         needs_shifted = row_stats is not None and row_stats.needs_entropy
         tile = tiling.exponential(shifted, keep=needs_shifted)
         tile_sum = tile.sum(-1, keepdim=True)
@@ -254,10 +255,10 @@ def _attend_rows(
             value_rows = value[:, columns[0] : columns[1]]
             if acc is None or decay is None:
                 acc = torch.bmm(dropped, value_rows)
-            elif torch.is_grad_enabled():
-                acc = torch.baddbmm(acc * decay, dropped, value_rows)
-            else:
+            elif may_overwrite():
                 acc.mul_(decay).baddbmm_(dropped, value_rows)
+            else:
+                acc = torch.baddbmm(acc * decay, dropped, value_rows)
     if row_max is None or row_sum is None:
         row_max = row_sum = query.new_zeros((*query_rows.shape[:2], 1))
     if acc is None and value is not None:

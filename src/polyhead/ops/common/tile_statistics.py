@@ -16,7 +16,7 @@ from torch import Tensor
 from polyhead.ops.common.request import StatisticsRequest
 from polyhead.ops.common.statistics import LINEAR
 from polyhead.ops.common.tiles import Tiling
-from polyhead.ops.common.tracing import is_exporting
+from polyhead.ops.common.tracing import is_exporting, may_overwrite
 from polyhead.ops.common.visibility import Span
 
 # Below this exp(x) is exactly 0 in every dtype, so exp(x) * x is 0 as well, and never 0 * inf.
@@ -127,11 +127,11 @@ class RowSums:
             self.linear[name] = self.linear[name] + part if records_grad else self.linear[name].add_(part)
 
     def _entropy_sum(self, exponentials: Tensor, shifted: Tensor, masked: bool) -> Tensor:
-        if torch.is_grad_enabled():
-            product = exponentials * (shifted.clamp_min(EXP_UNDERFLOW) if masked else shifted)
-        else:
+        if may_overwrite():
             shifted = shifted.clamp_(min=EXP_UNDERFLOW) if masked else shifted
             product = shifted.mul_(exponentials)
+        else:
+            product = exponentials * (shifted.clamp_min(EXP_UNDERFLOW) if masked else shifted)
         return self.tiling.by_head(product).sum(-1)
 
     def finish(self, row_sum: Tensor, row_max: Tensor) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from polyhead.ops.common.dropout import draw_seed, keep_tile
 from polyhead.ops.common.nonfinite import without_nonfinite, without_nonfinite_queries
 from polyhead.ops.common.request import AttentionRequest
+from polyhead.ops.common.tracing import may_overwrite
 from polyhead.ops.common.visibility import Span, Visibility, select_heads
 
 # Logits of one tile over all heads: together with their exponentials they fit into a CPU's cache.
@@ -102,10 +103,10 @@ class Tiling:
     def with_workspace(self) -> Tiling:
         """Return a copy with a workspace, which is freed with the copy; or `self`, without one, if it would not help.
 
-        That is the case while autograd records, since it saves every tile, under a compiler, which plans memory itself,
-        and in small calls.
+        That is the case while autograd or a dispatch mode may save every tile, under a compiler, which plans memory
+        itself, and in small calls.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not may_overwrite() or torch.compiler.is_compiling():
             return self
         if self.batch * self.heads * self.queries * self.keys < _REUSED_ELEMENTS:
             return self
@@ -229,7 +230,7 @@ class Tiling:
         The tanh is None without a softcap. Masked logits are -inf; the third value is False if no logit of the tile can
         be -inf. It is True for every tile with a bias, which may contain -inf.
         """
-        records_grad = torch.is_grad_enabled()
+        overwrites = may_overwrite()
         key_columns = key_columns[:, :, columns[0] : columns[1]]
         shape = (*query_rows.shape[:2], key_columns.shape[2])
         tile = torch.bmm(query_rows, key_columns, out=self.buffer("logits", shape, query_rows))
@@ -242,7 +243,7 @@ class Tiling:
         bias = visibility.bias_tile(rows, columns, tile.dtype)
         if bias is not None:
             bias = self._expand(bias, rows, columns)
-            tile = tile + bias if records_grad else tile.add_(bias)
+            tile = tile.add_(bias) if overwrites else tile + bias
         if self.poison is not None:
             tile = tile + self.poison.flatten(0, 1)[:, None, columns[0] : columns[1]]
         if self.query_poison is not None:
@@ -251,7 +252,7 @@ class Tiling:
         if allowed is None:
             return tile, tanh_logits, bias is not None
         has_poison = self.poison is not None or self.query_poison is not None
-        if records_grad or has_poison or not tile.is_cpu or tile.numel() < _REUSED_ELEMENTS:
+        if not overwrites or has_poison or not tile.is_cpu or tile.numel() < _REUSED_ELEMENTS:
             return tile.masked_fill(~self._expand(allowed, rows, columns), -torch.inf), tanh_logits, True
         # On a CPU, masked_fill takes as long as a matrix product; a minimum with +inf (visible) or -inf takes a quarter
         # of that, but more operators. It ignores NaN, so it cannot be used if there is poison.
@@ -267,11 +268,11 @@ class Tiling:
         return expanded.reshape(self.batch * self.kv_heads, self.group * height, width)
 
     def exponential(self, x: Tensor, *, keep: bool) -> Tensor:
-        """Return exp(x) of a tile, computed in place unless x is to be kept (`keep`) or autograd records.
+        """Return exp(x) of a tile, computed in place unless the caller (`keep`), autograd or a mode keeps x.
 
         On an Arm CPU it is computed by exp2, which takes PyTorch two thirds of the time; on x86 both take the same.
         """
-        if torch.is_grad_enabled():
+        if not may_overwrite():
             return torch.exp(x)
         target = self.buffer("exponentials", x.shape, x) if keep else x
         if not x.is_cpu or _IS_X86:

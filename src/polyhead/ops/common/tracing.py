@@ -51,3 +51,11 @@ def is_traced(tensor: Tensor) -> bool:
 def is_watched() -> bool:
     """Return True while a dispatch mode is active, for instance PyTorch's FLOP counter."""
     return _get_current_dispatch_mode() is not None
+
+
+def may_overwrite() -> bool:
+    """Return True if results of operators may be overwritten: neither autograd nor a dispatch mode may keep them.
+
+    Selective checkpointing is such a mode: it returns results that it has kept to the recomputation.
+    """
+    return not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_watched())
