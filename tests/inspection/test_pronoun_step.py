@@ -124,7 +124,9 @@ def test_a_causal_model_reads_sentences_until_their_pronoun(tmp_path, monkeypatc
     leave_out("repeated", "distances", "examples")
     frames = {cue: sorted({x.frame for x in pronoun_sentences("en") if x.cue == cue})[:2] for cue in CUES}
     few = [x for x in pronoun_sentences("en") if x.frame in frames[x.cue]]  # two templates of each cue
-    monkeypatch.setattr("polyhead.inspection.probing.pronoun_sentences", lambda language: few if language == "en" else ())
+    monkeypatch.setattr(
+        "polyhead.inspection.probing.pronoun_sentences", lambda language: few if language == "en" else ()
+    )
     cut = inspect_model(settings, progress=record)
     monkeypatch.setattr(PronounTexts, "without_endings", lambda texts: texts)
     whole = inspect_model(settings, progress=record)

@@ -119,9 +119,9 @@ class Scene:
         key = (case.spread * random(BATCH, KV_HEADS, self.keys, dim_key)).to(dtype)
         value = random(BATCH, KV_HEADS, self.keys, dim_value).to(dtype)
         self.options: dict[str, Any] = {"scale": dim_key**-0.5, "softcap": case.softcap}
-        self.sinks = random(heads) if case.sinks else None
-        self.head_scale = random(heads).exp() if case.head_scale else None
-        self.table = random(heads, case.table) if case.table else None
+        self.sinks = random(heads, 3)[:, 1] if case.sinks else None
+        self.head_scale = random(heads, 2).exp()[:, 1] if case.head_scale else None
+        self.table = random(case.table, heads).T if case.table else None
         self.real = torch.arange(self.keys, device=device) < torch.tensor(self.lengths, device=device)[:, None]
         self.cache, self.key, self.value = self._lay(key, value, random)
 

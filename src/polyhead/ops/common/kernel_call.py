@@ -44,6 +44,14 @@ class KernelCall:
         """True if the logits are dot products times one number, and no weight is dropped."""
         return self.softcap is None and self.sinks is None and self.head_scale is None and not self.dropout
 
+    @property
+    def head_vectors(self) -> tuple[Tensor | None, Tensor | None]:
+        """`head_scale` and `sinks` as kernels read them: contiguous, which those of a caller need not be."""
+        return (
+            None if self.head_scale is None else self.head_scale.contiguous(),
+            None if self.sinks is None else self.sinks.contiguous(),
+        )
+
     def flat(self) -> tuple[Any, ...]:
         """Return the arguments of an operator, of the types of `SCHEMA`; the inverse of `from_flat`."""
         return (

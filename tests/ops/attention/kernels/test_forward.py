@@ -411,6 +411,18 @@ def check_strides(device: str, blocks: tuple[int, int, int, int] | None = SMALL)
         assert found.statistics["entropy"].equal(expected.statistics["entropy"])
 
 
+def check_vectors(device: str, blocks: tuple[int, int, int, int] | None = SMALL) -> None:
+    """Check numbers per head in every second element of a tensor, and one number for all heads."""
+    dense = normal(8, seed=9, dtype=torch.float32).to(device)
+    single = scene(heads=(4, 2)).to(torch.float32)
+    for vector in (dense[::2], dense[:1].expand(4)):
+        case, dense_case = (replace(single, sinks=x, scale=x) for x in (vector, vector.contiguous()))
+        with tiles(blocks):
+            found, expected = (run(x, device, ("entropy",)) for x in (case, dense_case))
+        assert found.output.equal(expected.output)
+        assert found.statistics["entropy"].equal(expected.statistics["entropy"])
+
+
 @pytest.mark.numerics
 @pytest.mark.parametrize("dtype", HALVES_AND_SINGLES, ids=str)
 def test_in_the_interpreter_every_option_keeps_to_the_bounds(dtype: torch.dtype) -> None:
@@ -495,8 +507,12 @@ def test_on_a_gpu_each_statistic_can_be_asked_for_alone(name: str) -> None:
     check_one_by_one(name, "cuda", None)
 
 
+def test_in_the_interpreter_numbers_of_heads_have_any_stride() -> None:
+    in_the_interpreter(check_vectors, "cpu")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("check_rest", [check_ties, check_extremes, check_poison, check_strides])
+@pytest.mark.parametrize("check_rest", [check_ties, check_extremes, check_poison, check_strides, check_vectors])
 def test_on_a_gpu_the_rest_holds_too(check_rest: Callable[[str, None], None]) -> None:
     check_rest("cuda", None)
 

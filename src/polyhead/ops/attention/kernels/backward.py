@@ -575,7 +575,7 @@ def backward_problem(
         kv_heads=kv_heads,
         group=heads // kv_heads,
         scale=float(call.scale),
-        head_scale=None if call.head_scale is None else call.head_scale.contiguous(),
+        head_scale=call.head_vectors[0],
         softcap=None if softcap is None else float(softcap),
         seed=call.seed if dropout else None,
         threshold=round(dropout * (1 << 24)),

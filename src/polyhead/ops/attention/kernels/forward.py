@@ -258,7 +258,7 @@ def forward(
     selects loads through tensor descriptors (TMA); None uses them if the GPU and the tensors support them.
     """
     query, key, value, mask, names = call.query, call.key, call.value, call.mask, call.names
-    head_scale, sinks, softcap, scale, dropout = call.head_scale, call.sinks, call.softcap, call.scale, call.dropout
+    (head_scale, sinks), softcap, scale, dropout = call.head_vectors, call.softcap, call.scale, call.dropout
     batch, heads, queries, _ = query.shape
     kv_heads, keys, dim_value = value.shape[1:]
     output = output_like(query, dim_value)

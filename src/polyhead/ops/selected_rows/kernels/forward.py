@@ -193,7 +193,7 @@ def ragged_forward(
     """
     call = without_full_spans(call)
     query, key, value, mask, scale = call.query, call.key, call.value, call.mask, call.scale
-    head_scale, sinks, softcap = call.head_scale, call.sinks, call.softcap
+    (head_scale, sinks), softcap = call.head_vectors, call.softcap
     total = query.shape[0]
     batch, kv_heads, keys, dim_value = value.shape
     pairs = selected.offsets.shape[0] - 1
