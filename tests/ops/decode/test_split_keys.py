@@ -156,7 +156,9 @@ class Scene:
                 pool[table.flatten()] = padded.view(BATCH * pages, case.page_size, KV_HEADS, -1)
                 pools.append(pool)
             held = self.integers(self.lengths)
-            return CacheArguments(*pools, held, new_lengths, block_table=table.to(torch.int32)), *exact
+            # Columns of a wider table: pages of a longer sequence.
+            wide_table = torch.nn.functional.pad(table.to(torch.int32), (0, 2))[:, :pages]
+            return CacheArguments(*pools, held, new_lengths, block_table=wide_table), *exact
         if case.layout == "rolling":
             order = torch.randperm(self.keys, generator=torch.Generator().manual_seed(5)).to(device)
             position = torch.where(self.real, torch.arange(self.keys, device=device), -1)[:, order].to(torch.int32)

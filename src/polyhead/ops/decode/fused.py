@@ -215,7 +215,7 @@ def _run_decode(query: Tensor, cache: CacheArguments, options: DecodeOptions) ->
 
     key, value, lengths, new_lengths, key_position, query_position, block_table, key_scale, value_scale, _ = cache
     head_scale, sinks, table, scale, softcap, left, right, first_keys, table_zero, statistics, *_ = options
-    head_scale, sinks = (None if x is None else x.contiguous() for x in (head_scale, sinks))
+    head_scale, sinks, block_table = (None if x is None else x.contiguous() for x in (head_scale, sinks, block_table))
     sink_keys, window, splits = options.sink_keys, options.window, options.splits
     batch, heads, queries, dim_key = query.shape
     dim_value = value.shape[3]
