@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import polyhead
 from polyhead import Mask
@@ -61,6 +63,14 @@ def test_others_are_copied_and_gradients_pass(dtype: torch.dtype, layout: str) -
     assert torch.equal(gradient, 2 * x)
 
 
+def test_others_are_copied_in_a_dispatch_mode() -> None:
+    x = shifted(torch.randn(2, 3, 7, 8))
+    with FlopCounterMode(display=False):
+        (copy,) = aligned(x)
+    assert copy.data_ptr() % 16 == 0
+    assert torch.equal(copy, x)
+
+
 def test_tensors_without_an_address_are_returned_as_they_are() -> None:
     x = shifted(torch.randn(2, 3, 7, 8))
     seen = []
@@ -68,6 +78,9 @@ def test_tensors_without_an_address_are_returned_as_they_are() -> None:
     assert seen == [True]
     meta = torch.empty(2, 3, 7, 8, device="meta")
     assert aligned(meta)[0] is meta
+    with FakeTensorMode():
+        fake = torch.empty(2, 3, 7, 8)
+        assert aligned(fake)[0] is fake
 
 
 def results(tensors: tuple[Tensor, ...], grad: Tensor, mask: Mask | None, **options: object) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ import functools
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from polyhead.ops.common.tracing import is_traced, is_transformed
+from polyhead.ops.common.tracing import is_transformed
 
 _BYTES = 16
 
@@ -24,14 +24,15 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
     Rows whose length is no multiple of 16 bytes need less: PyTorch pads them, or takes a kernel with shorter loads.
     Traced and transformed tensors have no address, and are returned as they are.
     """
-    if is_traced(tensors[0]) or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed():
         return tensors
-    return tuple(
-        x if _is_aligned(x) or is_traced(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors
-    )
+    return tuple(x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
 def _is_aligned(x: Tensor) -> bool:
+    """Return True if the kernels can read the tensor, or if it has no address that could be read here."""
+    if x.is_meta or not (type(x) is Tensor or type(x) is nn.Parameter):
+        return True
     if x.data_ptr() % _BYTES:
         return False
     return x.is_contiguous() or _has_aligned_strides(x.shape, x.stride(), x.element_size())
