@@ -103,8 +103,8 @@ class Tiling:
     def with_workspace(self) -> Tiling:
         """Return a copy with a workspace, which is freed with the copy; or `self`, without one, if it would not help.
 
-        That is the case while autograd or a dispatch mode may save every tile, under a compiler, which plans memory
-        itself, and in small calls.
+        That is the case while autograd or selective checkpointing may save every tile, under a compiler, which plans
+        memory itself, and in small calls.
         """
         if not may_overwrite() or torch.compiler.is_compiling():
             return self
@@ -268,7 +268,7 @@ class Tiling:
         return expanded.reshape(self.batch * self.kv_heads, self.group * height, width)
 
     def exponential(self, x: Tensor, *, keep: bool) -> Tensor:
-        """Return exp(x) of a tile, computed in place unless the caller (`keep`), autograd or a mode keeps x.
+        """Return exp(x) of a tile, computed in place unless x is still needed: `keep`, or a backward.
 
         On an Arm CPU it is computed by exp2, which takes PyTorch two thirds of the time; on x86 both take the same.
         """

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 EXPORTED = "an exported graph must contain plain PyTorch operators, not polyhead's own"
+_CHECKPOINT = "torch.utils.checkpoint"  # the module of its dispatch modes, whose names are private
 TRANSFORMED = "PyTorch's function transforms and forward-mode differentiation need plain operators"
 
 
@@ -54,8 +55,13 @@ def is_watched() -> bool:
 
 
 def may_overwrite() -> bool:
-    """Return True if results of operators may be overwritten: neither autograd nor a dispatch mode may keep them.
+    """Return True if results of operators may be overwritten: neither autograd nor selective checkpointing keeps them.
 
-    Selective checkpointing is such a mode: it returns results that it has kept to the recomputation.
+    Selective checkpointing is a dispatch mode, which returns results that it has kept to the recomputation. Under other
+    modes, such as counters of FLOPs or of memory, the same operators run as without them.
     """
-    return not torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_watched())
+    if torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or not is_watched():
+        return True
+    return all(type(mode).__module__ != _CHECKPOINT for mode in _get_current_dispatch_mode_stack())
