@@ -1,6 +1,6 @@
-"""How large an error may be, and why: the one place of every bound of the random calls.
+"""Bounds of the errors of the random calls, with their derivation.
 
-Three errors are told apart.
+There are three kinds of error.
 
 - Rounding to the dtype of the inputs. The plain formula rounds every intermediate to it, so its own error measures
   what is lost: an output may have `OUTPUT` times that, a gradient `GRADIENT` times. The library's tests have 2, with

@@ -150,7 +150,7 @@ def _context(case: Case, call: Call, device: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the library computed."""
+    """Results of one call, and their gradients."""
 
     result: AttentionOutput
     tensors: dict[str, Tensor]

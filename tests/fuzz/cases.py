@@ -81,7 +81,7 @@ class CaseId:
 
 @dataclass(frozen=True)
 class Family:
-    """What consecutive cases share."""
+    """Options that consecutive cases share, since kernels are compiled for them."""
 
     dtype: str
     head_dim: int

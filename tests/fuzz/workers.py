@@ -29,7 +29,7 @@ LOST_DEVICE = 3  # exit status of a worker whose CUDA context is unusable
 
 @dataclass(frozen=True)
 class Run:
-    """What to run: a seed, sizes, a device, and for how long in how many processes."""
+    """Settings of a run: seed, sizes, device, seconds and processes."""
 
     seed: int
     sizes: str

@@ -63,6 +63,18 @@ def test_others_are_copied_and_gradients_pass(dtype: torch.dtype, layout: str) -
     assert torch.equal(gradient, 2 * x)
 
 
+class Tagged(Tensor):
+    """A tensor with memory of its own, as those of torchvision are."""
+
+
+def test_others_are_copied_of_any_class_with_memory() -> None:
+    x = shifted(torch.randn(2, 3, 7, 8))
+    for view in (x.as_subclass(Tagged), torch.nn.Parameter(x)):
+        (copy,) = aligned(view)
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy.as_subclass(Tensor), x)
+
+
 def test_others_are_copied_in_a_dispatch_mode() -> None:
     x = shifted(torch.randn(2, 3, 7, 8))
     with FlopCounterMode(display=False):

@@ -81,11 +81,11 @@ def test_a_curve_has_its_controls(batches):
     model = build(FAMILIES["bert"])
     before = fingerprint(model)
     selection = FreeSelection(Evidence(model, batches, Objectives(slope=Probe())))
-    told = []
+    reported = []
     choices = free_choices(selection, shares=(0.25, 0.26, 0.5, 0.99), seeds=(0, 1))
-    found = measure_curve(selection, choices, Fidelity(model, batches), progress=told.append)
+    found = measure_curve(selection, choices, Fidelity(model, batches), progress=reported.append)
     assert [point.removed for point in found] == [2, 4]
-    assert told[-1].done == sum(choice.measurements for choice in choices) == 8
+    assert reported[-1].done == sum(choice.measurements for choice in choices) == 8
     assert all(len(point.random) == 2 for point in found)
     assert all(point.compensated.value > point.not_compensated.value for point in found)
     assert found[0].compensated.value > found[1].compensated.value
@@ -125,8 +125,8 @@ def test_a_search_finds_where_heads_matter_less():
     before = fingerprint(model)
     selection = FreeSelection(Evidence(model, text, Objectives(slope=language_slope)), criterion="magnitude")
     first_layer, last_layer = selection.evidence.layers
-    target, quality, told = Target("heads", 0.5), Fidelity(model, text[:2]), []
-    found = search_heads(selection, target, quality, progress=told.append)
+    target, quality, reported = Target("heads", 0.5), Fidelity(model, text[:2]), []
+    found = search_heads(selection, target, quality, progress=reported.append)
     assert found.first == selection.for_target(target)
     assert {path: len(own) for path, own in found.first.items()} == {first_layer: 5, last_layer: 1}
     assert {path: len(own) for path, own in found.removed.items()} == {first_layer: 1, last_layer: 5}
@@ -134,7 +134,7 @@ def test_a_search_finds_where_heads_matter_less():
     assert found.loss < 0.5 * found.first_loss
     assert 1 - quality.measure(selection.evidence.compensated(found.removed)).value == pytest.approx(found.loss)
     assert 1 - quality.measure(selection.evidence.compensated(found.first)).value == pytest.approx(found.first_loss)
-    assert told[-1].done == found.measured <= max_measurements(selection)
+    assert reported[-1].done == found.measured <= max_measurements(selection)
     assert fingerprint(model) == before
     # The losses that are measured say where to begin; without moves that is where it ends.
     assert search_heads(selection, target, quality, tries=1).removed == found.removed

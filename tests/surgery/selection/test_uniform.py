@@ -201,9 +201,9 @@ def test_sets_are_all_that_end_in_a_layout_the_cheapest_first():
 def test_a_search_exchanges_heads_within_layers_while_that_helps():
     selection, target = uniform_selection(), Target("heads", 0.5)
     quality = Fidelity(selection.evidence.model, batches_of_tokens()[:1])
-    told = []
-    found = search_heads(selection, target, quality, tries=16, progress=told.append)
-    assert told[-1].done == found.measured == 1 + 2 * 7
+    reported = []
+    found = search_heads(selection, target, quality, tries=16, progress=reported.append)
+    assert reported[-1].done == found.measured == 1 + 2 * 7
     assert found.first == selection.for_target(target)
     assert found.loss < found.first_loss
     assert found.moved > 0

@@ -1,8 +1,8 @@
 """Tensors at addresses that PyTorch's attention kernels for GPUs can read.
 
 They load 16 bytes at a time, and PyTorch does not check that rows start at multiples of 16 bytes. Where they do not,
-cuDNN returns wrong numbers without an error, and the other kernels raise, in part errors after which the process cannot
-use the device any more (docs/attention.md has a reproduction).
+cuDNN returns wrong numbers without an error, and the other kernels raise; after some of these errors the process cannot
+use the device any more. docs/attention.md has a reproduction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyhead.ops.common.tracing import is_transformed
 
@@ -31,7 +31,7 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _is_aligned(x: Tensor) -> bool:
     """Return True if the kernels can read the tensor, or if it has no address that could be read here."""
-    if x.is_meta or not (type(x) is Tensor or type(x) is nn.Parameter):
+    if x.is_meta or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as fake tensors and DTensor
         return True
     if x.data_ptr() % _BYTES:
         return False

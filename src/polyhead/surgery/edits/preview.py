@@ -1,4 +1,4 @@
-"""What edits would change in a model, before a weight is touched: counts, and whether a native class can hold it."""
+"""Previews of edits: the counts that they would change, and whether a native class can hold the edited model."""
 
 from __future__ import annotations
 
